@@ -47,7 +47,7 @@ from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.ops.strict_json import dumps
 from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
 from peagle.workflows.check import CHECKED, MOST_OFF, Finding, check_kernels, check_logits, check_losslessness
-from peagle.workflows.random_checkpoint import IN_TURN, PARALLEL, SIZES, write_random_checkpoint
+from peagle.workflows.random_checkpoint import EAGLE_3, P_EAGLE, SIZES, write_random_checkpoint
 from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.page import page
 from scripts.gpu.shape import DRAFTERS, MEMORY, OVER_DEVICES, Section, Shape, TooLarge
@@ -70,11 +70,11 @@ _PAPER, _POST = "arXiv 2602.01469", "vLLM's post"
 PUBLISHED = tuple(
     {"shape": shape, "drafter": drafter, "k": k, "acceptance_length": length, "source": source}
     for shape, drafter, k, length, source in (
-        ("20b", IN_TURN.name, 5, 3.4, _PAPER),
-        ("20b", PARALLEL.name, 5, 3.4, _PAPER),
-        ("20b", PARALLEL.name, 7, 3.70, _POST),
-        ("120b", IN_TURN.name, 5, 2.7, _PAPER),
-        ("120b", PARALLEL.name, 5, 2.9, _PAPER),
+        ("20b", EAGLE_3.name, 5, 3.4, _PAPER),
+        ("20b", P_EAGLE.name, 5, 3.4, _PAPER),
+        ("20b", P_EAGLE.name, 7, 3.70, _POST),
+        ("120b", EAGLE_3.name, 5, 2.7, _PAPER),
+        ("120b", P_EAGLE.name, 5, 2.9, _PAPER),
     )
 )
 PATIENCE = 1.25  # times its own limit after which a section stops at its next line

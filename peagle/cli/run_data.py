@@ -21,8 +21,8 @@ from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
 from peagle.text.prompts import Conversation
-from peagle.workflows.answers import Asking, answer
-from peagle.workflows.dataset import chosen_aux_layers, document, lengths_in_words, taught, teacher_of, write
+from peagle.workflows.answers import AnswerOptions, answer
+from peagle.workflows.dataset import chosen_aux_layers, lengths_in_words, load_teacher, with_teacher, write_answers
 from target.load import inspect_target
 
 
@@ -111,13 +111,15 @@ def _answer_shards(
     """
     pair = load_pair(checked.name, None, settings.load, display)
     wants_teacher = settings.hidden or settings.top
-    teacher = teacher_of(checked.directory, pair.loaded.dtype, checked.aux_layers) if wants_teacher else None
+    teacher = load_teacher(checked.directory, pair.loaded.dtype, checked.aux_layers) if wants_teacher else None
     display.warn(unused_rendering(settings.rendering, pair, checked.name))
     engine = settings.engine
     context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
     if context != engine.context != Data.engine.context:
         display.warn([f"--context is {engine.context}, more than {checked.name} has; {context} is used"])
-    asking = Asking(settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots)
+    options = AnswerOptions(
+        settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots
+    )
     open_folder(checked.out, checked.manifest)
     finished, total = 0, sum(len(checked.shard(number)) for number in checked.missing)
     counts, started = np.zeros((3,), np.int64), time.perf_counter()
@@ -130,21 +132,21 @@ def _answer_shards(
         for index, number in enumerate(checked.missing):
             with display.stage(f"answering {total} prompts", animated=False) as progress:
 
-                def done(more: int, progress: Stage = progress) -> None:
+                def done(progress: Stage = progress) -> None:
                     nonlocal finished
-                    finished += more
+                    finished += 1
                     spent_s = time.perf_counter() - started  # includes the teacher's passes
                     progress(finished, total, spent_s / finished * (total - finished))
 
-                answers = answer(pair, checked.shard(number), asking, checked.starts[number], skipped.append, done)
-                documents = [document(turn) for turn in answers]
+                first, conversations = checked.starts[number], checked.shard(number)
+                documents = list(answer(pair, conversations, options, first, skipped.append, done))
             lengths += [len(row.token_ids) for row in documents]
             if teacher is not None:
                 shard = f"shard {index + 1} of {len(checked.missing)}"
                 with display.stage(f"computing hidden states and logits of {shard}", animated=False) as progress:
                     keep = settings.keep_prompt
-                    documents = list(taught(documents, teacher, settings.hidden, settings.top, keep, progress))
-            write(checked.out, number, documents, skipped)
+                    documents = list(with_teacher(documents, teacher, settings.hidden, settings.top, keep, progress))
+            write_answers(checked.out, number, documents, skipped)
             counts += (len(documents), *total_tokens(documents))
     return counts.tolist(), time.perf_counter() - started
 

@@ -43,7 +43,7 @@ from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
 from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
-from peagle.workflows.plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes, target_pages
+from peagle.workflows.mesh_plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes, target_pages
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
 from target.load import TargetFiles, inspect_target, weight_bytes
 

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import cast
 
+from drafter.propose import AnyDrafter
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import record
 from peagle.cli.display import SUMMARY_INDENT, Display
@@ -20,7 +21,7 @@ from peagle.ops.errors import InputError
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
 from peagle.workflows.hf_reference import layer_by_layer
-from peagle.workflows.parity_check import Findings, Model, ParityConfig, ask, examine
+from peagle.workflows.parity_check import Findings, ParityConfig, draft_texts, examine
 
 
 def compare(settings: Parity) -> int:
@@ -47,14 +48,14 @@ def compare(settings: Parity) -> int:
     display = Display(quiet=settings.quiet)
     display.warn(prompts.warnings)
     pair = load_pair(target, drafter, settings.load, display)
-    model = cast(Model, pair.drafter)
+    model = cast(AnyDrafter, pair.drafter)
     with display.stage("decoding", animated=False):
-        answers = ask(pair, conversations, config, raw=config.raw)
+        drafted = draft_texts(pair, conversations, config, raw=config.raw)
     with display.stage("comparing the target layer by layer"):
-        text = answers.texts[0].token_ids
-        layers = layer_by_layer(resolve(target, "target"), text, answers.hiddens[0], pair.loaded.dtype)
+        text = drafted.texts[0].token_ids
+        layers = layer_by_layer(resolve(target, "target"), text, drafted.hiddens[0], pair.loaded.dtype)
     with display.stage("comparing the drafter", animated=False) as progress:
-        findings = examine(pair, model, read_checkpoint(path), answers, conversations, config, progress)
+        findings = examine(pair, model, read_checkpoint(path), drafted, conversations, config, progress)
     lines = [*layers.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
     lines += _report_lines(findings, settings)
     if prompts.skipped:

@@ -13,7 +13,7 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile, output_file, say
 from peagle.cli.results import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.speculate import Decode
 from peagle.engine.grammar import Grammar, GrammarError
-from peagle.measure.profile import writable
+from peagle.measure.profile import make_directory
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -64,7 +64,7 @@ def decode(settings: Decode) -> int:
     with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
         conversations, skipped, warnings = _prompts(settings, directory)
     if settings.profile is not None:
-        writable(Path(settings.profile))
+        make_directory(Path(settings.profile))
 
     display = Display(
         text=settings.json != STANDARD_OUTPUT,

@@ -43,7 +43,7 @@ from peagle.ops.strict_json import dumps
 from peagle.parallel import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
-from peagle.workflows.evaluation import Acceptance, answered, known_prompts, taught_alike
+from peagle.workflows.evaluation import acceptance_on, answer_held_out, known_prompts, with_same_teacher
 from peagle.workflows.export import with_positions, write_with_card
 from peagle.workflows.new_drafter import check_window, drafter_config, initial_params, with_blocks
 from peagle.workflows.training import (
@@ -62,7 +62,7 @@ from peagle.workflows.training import (
 from peagle.workflows.training_advice import (
     coverage_in_words,
     epochs_in_words,
-    parted_curves,
+    memorised_data,
     recipe_in_words,
     share,
     weak_drafter,
@@ -286,11 +286,12 @@ def _trainer(
     if prompts is not None:
         with display.stage("loading the target to evaluate"):
             plain = load(name, None)
-        evaluate = Acceptance(plain, config, prompts, settings.evaluate_prompts, settings.num_speculative_tokens).of
+        k = settings.num_speculative_tokens
+        evaluate = acceptance_on(plain, config, prompts, settings.evaluate_prompts, k)
         if settings.held_out is None and not checked.held_out_frac:
             with display.stage("answering the held-out prompts"):
-                held_out = answered(plain, prompts, settings.evaluate_prompts, settings.learning.width)
-            held_out = taught_alike(held_out, documents, teacher, checked.keep_prompt)
+                held_out = answer_held_out(plain, prompts, settings.evaluate_prompts, settings.learning.width)
+            held_out = with_same_teacher(held_out, documents, teacher, checked.keep_prompt)
             if warning := known_prompts(held_out, documents):
                 say("warning", warning)
     trainer = Trainer(
@@ -339,7 +340,7 @@ def _run(trainer: Trainer, initial: DrafterParams, minutes: float | None, displa
         def watch(line: Mapping[str, Any]) -> None:
             nonlocal warned
             display.note(describe_log_line(line))
-            if HELD_OUT in line and not warned and (warning := parted_curves(list(read_log(out / LOG)))):
+            if HELD_OUT in line and not warned and (warning := memorised_data(list(read_log(out / LOG)))):
                 warned = True
                 say("warning", warning)
 

@@ -1,1 +1,1 @@
-"""Counters to figures: metrics, profile, bench, sweep, log-probabilities, provenance."""
+"""Measure: figures of requests, benchmarks, profiles and sweeps, and where figures come from."""

@@ -1,18 +1,17 @@
 """Time a target: prefill, decoding, and verify passes, which bound the gain of speculation.
 
-    pp N        prefill: N tokens a row into empty caches, in the engine's chunks; also at once, in blocks of rows
-    tg N        decoding: N steps of the engine's own loop, as in `peagle generate`, after `context` tokens, with a
-                request in every slot; at several numbers of slots, and with one request in the most slots, because
-                idle slots must cost nothing. With K > 0: steps that draft K tokens and accept none
-    verify T    one pass over T rows a sequence after `context` tokens: a step with K = T - 1 drafts, without drafting
-                them. v(T) = time(T) / time(1): speculation pays if a step gives more tokens than that
+    pp N        prefill N tokens into empty caches, in the engine's chunks; with `blocked` also in one pass
+    tg N        decode N steps after `context` tokens by the engine's own loop, with a request in every slot. Of several
+                numbers of slots, the largest also runs with one request, because idle slots must cost nothing. With
+                K > 0 the steps draft K tokens and accept none
+    verify T    one pass over T rows a sequence after `context` tokens: a step that verifies T - 1 drafts, without the
+                drafting. v(T) = time(T) / time(1): speculation pays if a step gives more tokens than that
 
-Prompts and verified rows are random token ids, so that routing is spread over the experts. Programs are compiled and
-run once before anything is timed. Tests run in turns, forwards and backwards, so that drift of the machine affects all
-tests equally.
+Token ids are random, so that routing is spread over the experts. Programs are compiled and run once before anything is
+timed. Tests run in turns, forwards and backwards, so that drift of the machine affects all of them equally.
 
-Steps of decoding are timed while all slots are active. Slots fill one after the other, so the first requests have a few
-more tokens by then.
+Decoding is timed while all slots are active. They fill one after the other, so the first requests are a few tokens
+longer by then.
 """
 
 import contextlib
@@ -38,28 +37,28 @@ from peagle.ops.row_blocks import BlockedPrefill, RowBlocks, padded_length
 from peagle.pair import Pair
 from peagle.protocols import PrefillsAtOnce, PyTree, Target
 
-SHORTEST_S = 0.05  # of a verify measurement, which repeats its pass accordingly
-NUM_TOKEN_SETS = 64  # of random tokens, through which verify passes cycle
+SHORTEST_S = 0.05  # a verify measurement repeats its pass for at least this long
+NUM_TOKEN_SETS = 64  # verify passes cycle through so many sets of random tokens
 
 Kind = Literal["pp", "tg", "verify"]
 Stage = Literal["compiling", "measuring"]
-Progress = Callable[[Stage, int, int, float | None], None]  # (stage, runs that are over, all, seconds left)
+Progress = Callable[[Stage, int, int, float | None], None]  # (stage, runs done, total runs, seconds left)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The tests to run. Raises InputError for impossible values; see also `check`."""
+    """The tests to run. Raises InputError for impossible values; `check` compares them with a target's positions."""
 
     prompt_lengths: tuple[int, ...] = (128, 512)
     new_tokens: tuple[int, ...] = (64,)
     widths: tuple[int, ...] = (1, 2, 4, 8)  # 1 is always measured, for comparison
     context: int = 128
-    slots: tuple[int, ...] = (1,)  # of decoding; pp and verify use the number if it is the only one, else 1
+    slots: tuple[int, ...] = (1,)  # for decoding
     drafts: tuple[int, ...] = ()  # K of the drafted decoding tests; plain ones always run
-    kv_memory_bytes: int | None = None  # of decoding (Pair.engine_config)
+    kv_memory_bytes: int | None = None  # for decoding
     repeats: int = 5
     seed: int = 0
-    blocked: BlockedPrefill | None = None  # prefill at once as well, cut so
+    blocked: BlockedPrefill | None = None  # also prefill in one pass, in these blocks of rows
 
     def __post_init__(self) -> None:
         for name in ("prompt_lengths", "new_tokens", "widths", "context", "slots", "repeats"):
@@ -69,7 +68,7 @@ class BenchOptions:
                 raise InputError(f"{name} is {wrong[0]}; expected 1 or more{none}", name)
         if not self.new_tokens and (self.drafts or len(set(self.slots)) > 1):
             option = "-k is" if self.drafts else "several --slots are"
-            raise InputError(f"{option} given, but no decoding test, to which it applies; give -n 1 or more")
+            raise InputError(f"{option} given, but no decoding test; give -n 1 or more")
         for k in self.drafts:
             check_num_drafts(k, plain=False)
         if self.blocked is not None:
@@ -78,7 +77,7 @@ class BenchOptions:
 
     @property
     def batch(self) -> int:
-        """The number of sequences of prefill and of verify passes."""
+        """The number of sequences of pp and verify: that of the slots if there is only one, else 1."""
         return self.slots[0] if len(set(self.slots)) == 1 else 1
 
     @property
@@ -86,8 +85,10 @@ class BenchOptions:
         """Every test once, in the order of the report."""
         widths = sorted({1, *self.widths}) if self.widths else ()
         slots = sorted({1, *self.slots}) if len(set(self.slots)) > 1 else self.slots[:1]
-        ways = (False,) if self.blocked is None else (False, True)
-        cases = [Case("pp", size, self.batch, blocked=way) for size in self.prompt_lengths for way in ways]
+        in_one_pass = (False,) if self.blocked is None else (False, True)
+        cases = [
+            Case("pp", size, self.batch, blocked=blocked) for size in self.prompt_lengths for blocked in in_one_pass
+        ]
         for size in self.new_tokens:
             cases += [Case("tg", size, n, num_drafts=k) for n in slots for k in (0, *self.drafts)]
             if len(slots) > 1:
@@ -112,11 +113,10 @@ class BenchOptions:
                 )
 
     def budget(self, case: "Case", steps_per_dispatch: int) -> int:
-        """Compute the budget of a decoding test's requests, so that none ends before the test.
+        """Compute max_new_tokens of a decoding test's requests, so that none ends before the test.
 
-        It is the sum of the first token, from prefill; the steps between the chunks of later prompts, at most a
-        dispatch a chunk; and the timed steps, in whole dispatches. Example: 3 tokens in 2 slots, prompts of one chunk,
-        one step a dispatch: 1 + 1 + 3.
+        It is the first token, from prefill; a dispatch per chunk of the other prompts; and the timed steps, in whole
+        dispatches. Example: 3 tokens in 2 slots, prompts of one chunk, one step a dispatch: 1 + 1 + 3.
         """
         chunks = max(1, -(-(self.context - 1) // (DEFAULT_CHUNK - 1)))  # all but the first begin with a known token
         timed = -(-case.size // steps_per_dispatch) * steps_per_dispatch
@@ -125,10 +125,10 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Case:
-    """One test. `idle`: slots without a request. num_drafts 0: plain decoding. blocked: prefill at once."""
+    """One test. `idle`: slots without a request. num_drafts 0: plain decoding. blocked: prefill in one pass."""
 
     kind: Kind
-    size: int  # tokens a row: prompt tokens, new tokens, or those of a pass
+    size: int  # tokens per sequence: of the prompt, new ones, or those of a pass
     slots: int = 1
     idle: int = 0
     num_drafts: int = 0
@@ -142,7 +142,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The times of one test: seconds of each repetition, of `passes` passes through the target."""
+    """The times of one test: the seconds of each repetition, which is `passes` passes through the target."""
 
     case: Case
     passes: int
@@ -164,7 +164,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of a target's weights in memory, without the embedding: a pass reads one row of it a token."""
+    """Bytes of a target's weights in memory, without the embedding, of which a pass reads one row a token."""
 
     dense: int  # read by every pass
     experts: int  # all of them
@@ -195,37 +195,37 @@ class Bench:
     interrupted: bool = False
 
     def v(self, measurement: Measurement) -> float | None:
-        """Return time(T) / time(1) of a verify test, by medians; None if it is not known."""
+        """Return time(T) / time(1) of a verify test, by medians; None for other tests, or if T = 1 is missing."""
         if measurement.case.kind != "verify":
             return None
-        return self._over(measurement, dataclasses.replace(measurement.case, size=1))
+        return self._ratio(measurement, dataclasses.replace(measurement.case, size=1))
 
     def cost(self, measurement: Measurement) -> float | None:
-        """Return c(K): a drafted step over a plain one, medians; None for plain tests."""
+        """Return c(K) = time of a drafted step / of a plain one, by medians; None for other tests."""
         if not measurement.case.num_drafts:
             return None
-        return self._over(measurement, dataclasses.replace(measurement.case, num_drafts=0))
+        return self._ratio(measurement, dataclasses.replace(measurement.case, num_drafts=0))
 
     def over_one_slot(self, measurement: Measurement) -> float | None:
-        """Return total tokens a second over those of one slot, medians; None for other tests."""
+        """Return tok/s of all slots / of one slot, by medians; None for other tests than plain decoding."""
         case = measurement.case
         if case.kind != "tg" or case.num_drafts:
             return None
-        ratio = self._over(measurement, dataclasses.replace(case, slots=1, idle=0))
+        ratio = self._ratio(measurement, dataclasses.replace(case, slots=1, idle=0))
         return None if ratio is None else case.active / ratio
 
-    def _over(self, measurement: Measurement, other: Case) -> float | None:
-        """Divide a pass's median time by that of another test; None if that was not measured."""
-        base = [known for known in self.measurements if known.case == other]
-        return measurement.ms_per_pass.median / base[0].ms_per_pass.median if base else None
+    def _ratio(self, measurement: Measurement, base: Case) -> float | None:
+        """Divide the median time of a pass by that of another test; None if that was not measured."""
+        medians = [other.ms_per_pass.median for other in self.measurements if other.case == base]
+        return measurement.ms_per_pass.median / medians[0] if medians else None
 
 
 def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -> Bench:
-    """Measure the pair's target, and drafted steps.
+    """Time the pair's target, and drafted steps.
 
-    Ctrl-C ends it early; the result so far is returned, `interrupted`. Calls `progress` before each test is compiled,
-    and before each run of one; seconds left are known after the first runs. Raises InputError, before anything is
-    measured, if the target's positions or the memory do not suffice.
+    Ctrl-C ends it early, with the result so far. Calls `progress` before a test is compiled and before each run; the
+    seconds left are known after every test's first run. Raises InputError, before anything is measured, if the target's
+    positions or the memory do not suffice.
     """
     options.check(pair.max_positions, pair.steps_per_dispatch)
     rng = np.random.default_rng(options.seed)
@@ -255,7 +255,7 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
 
 
 def _left_s(seconds: Mapping[Case, Sequence[float]], repeats: int) -> float | None:
-    """Estimate the time of the runs that are left; None before every test had one."""
+    """Estimate the time of the remaining runs; None before every test has run once."""
     if not all(seconds.values()):
         return None
     return sum(statistics.mean(times) * (repeats - len(times)) for times in seconds.values())
@@ -272,16 +272,13 @@ class _Run:
 def _prepare(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Generator, verify: "_Verify") -> _Run:
     if case.kind == "verify":
         return verify.prepare(case.size)
-    if case.kind == "tg":
-        return _prepare_decoding(case, pair, options, rng)
-    return _prepare_prefill(case.size, pair, options, rng, options.blocked if case.blocked else None)
+    prepare = _prepare_decoding if case.kind == "tg" else _prepare_prefill
+    return prepare(case, pair, options, rng)
 
 
-def _prepare_prefill(
-    size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator, blocked: BlockedPrefill | None
-) -> _Run:
+def _prepare_prefill(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
     """Prepare prefill of one sequence after the other."""
-    target = pair.plain_target
+    target, size, blocked = pair.plain_target, case.size, options.blocked if case.blocked else None
     token_ids = _random_ids(rng, target, options.batch, size)
     widest = chunk = min(pair.prefill_chunk, size)
     if blocked is not None:
@@ -291,7 +288,7 @@ def _prepare_prefill(
         if blocked is None:
             return prefill(target, row, size, chunk, 1)
         padded = np.pad(row, ((0, 0), (0, padded_length(size) - size)))
-        return _at_once(target, padded, np.int32(size), _empty(target, 1, size, widest), blocked.rows(size))
+        return _prefill_blocked(target, padded, np.int32(size), _empty(target, 1, size, widest), blocked.rows(size))
 
     def time_once() -> float:
         started = time.perf_counter()
@@ -307,7 +304,7 @@ def _prepare_prefill(
 def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
     """Prepare `size` steps of the engine's own loop while all requests are active.
 
-    No draft is accepted, so that drafted and plain steps are at the same positions.
+    Drafts are all rejected, so that drafted and plain steps are at the same positions.
     """
     budget = options.budget(case, pair.steps_per_dispatch)
     prompts = _random_ids(rng, pair.plain_target, case.active, options.context)
@@ -333,30 +330,30 @@ def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.ran
 
 
 def time_steps(chunks: Generator[tuple[int, TokenChunk], None, None], num_requests: int, count: int) -> float:
-    """Time `count` steps of an engine while all requests are active; then close `chunks`.
+    """Time `count` steps of `Engine.generate` while all requests are active; then close it.
 
-    chunks: those of `Engine.generate`. The time begins with the last request's first token. Steps are counted in the
-    first request, since all requests share each step. Raises RuntimeError if the first request ends before.
+    The time begins with the last request's first token. All requests share each step, so steps are counted in the first
+    one. Raises RuntimeError if that ends before.
     """
-    begun, waiting = 0.0, set(range(num_requests))  # for their first tokens
-    arrived: list[TokenChunk] = []
+    begun, waiting = 0.0, set(range(num_requests))  # requests without a token
+    of_first: list[TokenChunk] = []  # chunks of the first request
     with contextlib.closing(chunks):
-        for place, chunk in chunks:
-            if place in waiting:
-                waiting.remove(place)
+        for index, chunk in chunks:
+            if index in waiting:
+                waiting.remove(index)
                 begun = max(begun, chunk.time_s)
-            elif place == 0:
-                arrived.append(chunk)
+            elif index == 0:
+                of_first.append(chunk)
             if waiting:
                 continue
-            timed = [late for late in arrived if late.time_s > begun]
-            if (steps := sum(len(late.steps) for late in timed)) >= count:
+            timed = [chunk for chunk in of_first if chunk.time_s > begun]
+            if (steps := sum(len(chunk.steps) for chunk in timed)) >= count:
                 return (timed[-1].time_s - begun) * count / steps
     raise RuntimeError(f"the first request ended before all {num_requests} had decoded {count} steps together")
 
 
 class _Verify:
-    """Verify passes over one set of caches of `context` tokens; every pass writes after these.
+    """Verify passes after `context` tokens; all passes write to the same positions of the same caches.
 
     A measurement is one program that loops over passes, so that the host's dispatch does not count.
     """
@@ -365,7 +362,7 @@ class _Verify:
         self._target, self._options, self._rng = pair.plain_target, options, rng
         self._chunk = min(pair.prefill_chunk, options.context)
         self._caches: PyTree = None
-        self._turn = 0  # of the sets of tokens
+        self._next_set = 0  # of token ids
 
     def prepare(self, width: int) -> _Run:
         if self._caches is None:
@@ -386,17 +383,16 @@ class _Verify:
 
     def _time(self, token_ids: np.ndarray, passes: int) -> float:
         lengths = np.full((self._options.batch,), self._options.context, np.int32)
-        turn, self._turn = self._turn, self._turn + passes
+        first = np.int32(self._next_set % NUM_TOKEN_SETS)
+        self._next_set += passes
         started = time.perf_counter()
-        self._caches, digest = _verify_passes(
-            self._target, self._caches, token_ids, lengths, np.int32(turn % NUM_TOKEN_SETS), np.int32(passes)
-        )
+        self._caches, digest = _verify_passes(self._target, self._caches, token_ids, lengths, first, np.int32(passes))
         jax.block_until_ready((self._caches, digest))
         return time.perf_counter() - started
 
 
 def prefill(target: Target, token_ids: np.ndarray, capacity: int, chunk: int, widest_write: int) -> PyTree:
-    """Prefill token_ids [B, T] by chunks, into caches for passes of widest_write rows."""
+    """Prefill token_ids [B, T] in chunks, into caches for passes of widest_write rows."""
     caches = _empty(target, token_ids.shape[0], capacity, max(chunk, widest_write))
     for start in range(0, token_ids.shape[1], chunk):
         piece = token_ids[:, start : start + chunk]
@@ -412,36 +408,38 @@ def _empty(target: Target, batch: int, capacity: int, widest_write: int) -> PyTr
 
 @functools.partial(jax.jit, donate_argnames="caches")
 def _extend(target: Target, token_ids: jax.Array, begin: jax.Array, count: jax.Array, caches: PyTree) -> PyTree:
-    """Run `count` tokens a row at positions begin.., with logits of the last row."""
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.broadcast_to(jnp.where(place < count, begin + place, -1), token_ids.shape)
+    """Run the first `count` tokens of each sequence at positions begin.., with logits of the last."""
+    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.broadcast_to(jnp.where(row < count, begin + row, -1), token_ids.shape)
     last = jnp.broadcast_to(count - 1, (token_ids.shape[0], 1))
     output, caches = target.extend(token_ids, positions, caches, last)
     return jax.lax.optimization_barrier((output.logits, caches))[1]
 
 
 @functools.partial(jax.jit, static_argnames="blocks", donate_argnames="caches")
-def _at_once(
+def _prefill_blocked(
     target: PrefillsAtOnce, token_ids: jax.Array, count: jax.Array, caches: PyTree, blocks: RowBlocks
 ) -> PyTree:
-    """Run the first `count` tokens of a row at positions 0.., with logits of the last."""
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, place, -1)
+    """Run the first `count` tokens of a sequence in one pass, with logits of the last."""
+    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(row < count, row, -1)
     output, caches = target.prefill(token_ids, positions, caches, jnp.reshape(count - 1, (1, 1)), blocks)
     return jax.lax.optimization_barrier((output.logits, caches))[1]
 
 
 @functools.partial(jax.jit, donate_argnames="caches")
 def _verify_passes(
-    target: Target, caches: PyTree, token_ids: jax.Array, lengths: jax.Array, turn: jax.Array, passes: jax.Array
+    target: Target, caches: PyTree, token_ids: jax.Array, lengths: jax.Array, first: jax.Array, passes: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """Run passes over sets of token_ids [sets, B, T]; return (caches, a digest of all logits)."""
+    """Run passes over token_ids [sets, B, T], from set `first` on.
 
+    Returns (caches, a digest that depends on all logits, so that XLA computes them).
+    """
     positions = lengths[:, None] + jnp.arange(token_ids.shape[2], dtype=jnp.int32)[None, :]
 
     def one(index: jax.Array, carry: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
         caches, digest = carry
-        output, caches = target.extend(token_ids[(turn + index) % token_ids.shape[0]], positions, caches)
+        output, caches = target.extend(token_ids[(first + index) % token_ids.shape[0]], positions, caches)
         return caches, digest + jnp.sum(jnp.max(output.logits.astype(jnp.float32), axis=-1))
 
     result: tuple[PyTree, jax.Array] = jax.lax.fori_loop(

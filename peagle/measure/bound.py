@@ -1,16 +1,17 @@
-"""Measure along an output the acceptance that a temperature allows any drafter.
+"""Bound the acceptance that a temperature allows any drafter, along one output.
 
-p is the target's distribution at a position, q the drafter's. Under any rule of acceptance that keeps the output the
-target's own,
+p is the target's distribution at a position, q the drafter's. Under any rule that keeps the target's distribution, a
+draft is accepted with a probability of at most (arXiv 2211.17192)
 
-    a draft that is the drafter's best token d is accepted with probability p(d)              one-hot drafts
-    a draft that is drawn from q is accepted with probability sum min(p, q) at most           sampled drafts
-    no one-hot draft is accepted with a higher probability than max p                         the best guess
+    one_hot    p(d)             if it is the drafter's likeliest token d
+    sampled    sum min(p, q)    if it is drawn from q
+    best       max p            if it is the target's likeliest token
 
-(arXiv 2211.17192. Sampled drafts of `peagle.engine.accept`, drawn by the target's own noise, reach between
-o / (2 - o) and o = sum min(p, q).) So 1 - max p is the target's own uncertainty: training can gain only the difference
-between a drafter's one-hot figure and max p. Teacher forcing recomputes the figures at the positions that acceptance
-counts: those of drafts that a step verified after it had accepted all drafts before them.
+So 1 - max p is the target's own uncertainty: training can raise a drafter's p(d) at most to max p. (The drafts of
+`peagle.engine.accept` are drawn by the target's own noise; they reach between o / (2 - o) and o = sum min(p, q).)
+
+Teacher forcing recomputes these figures at the positions that acceptance counts: those of drafts that a step verified
+after it had accepted all drafts before them.
 """
 
 import dataclasses
@@ -34,55 +35,51 @@ CHUNK = 32  # tokens of one pass
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Sums over the positions of one output, by draft [K]."""
+    """Sums of the module's figures over the positions of one output, by draft [K]."""
 
-    tried: tuple[int, ...]  # positions
-    one_hot: tuple[float, ...]  # p(d)
-    best: tuple[float, ...]  # max p
-    sampled: tuple[float, ...] | None  # sum min(p, q); None: the drafter has no distribution
+    tried: tuple[int, ...]  # number of positions
+    one_hot: tuple[float, ...]
+    best: tuple[float, ...]
+    sampled: tuple[float, ...] | None  # None: the drafter has no distribution
 
 
 def bound(target: Target, drafter: Drafter, result: Result) -> Bound | None:
-    """Measure the bounds along the output of a speculative result.
+    """Sum the bounds along the output of a speculative result.
 
-    None if no step drafted, or if the request's logits were adjusted (penalties, biases, a grammar).
+    None if nothing was drafted, or if the request's logits were adjusted (penalties, biases, a grammar).
     """
     request, k = result.request, result.num_speculative_tokens
     steps = [step for step in result.steps if step.draft_token_ids]
     if not steps or request.sampling.adjusts or request.grammar is not None:
         return None
     text = [*request.prompt_ids, *result.output_ids]
-    probs, aux_hidden = _read(target, text, len(request.prompt_ids), request.sampling)
-    walk = _Walk(_with_logits(drafter), text, aux_hidden, k, request.sampling)
+    probs, aux_hidden = _read_text(target, text, len(request.prompt_ids), request.sampling)
+    if hasattr(drafter, "with_logits"):
+        drafter = drafter.replace(with_logits=True)  # type: ignore[attr-defined]
+    replay = _Replay(drafter, text, aux_hidden, k, request.sampling)
     tried = np.zeros(k, np.int64)
     sums = np.zeros((3, k))
-    sampled = True
+    has_overlap = True
     for step in steps:
-        # row j is at position length + j, which the text reaches
+        # draft j is for position length + j; the text may end before it
         rows = min(step.num_accepted + 1, len(step.draft_token_ids), len(text) - step.length)
         first = step.length - len(request.prompt_ids)
         padded = np.pad(probs[first : first + rows], ((0, k - rows), (0, 0)))
-        figures = walk.at(step.length, len(step.draft_token_ids), padded)
-        sampled = sampled and figures[2] is not None
+        figures = replay.step(step.length, len(step.draft_token_ids), padded)
+        has_overlap = has_overlap and figures[2] is not None
         tried[:rows] += 1
         for total, figure in zip(sums, figures, strict=True):
             total[:rows] += 0.0 if figure is None else np.asarray(figure)[:rows]
-    one_hot, best, both = map(tuple, sums.tolist())
-    return Bound(tuple(tried.tolist()), one_hot, best, both if sampled else None)
+    one_hot, best, overlap = map(tuple, sums.tolist())
+    return Bound(tuple(tried.tolist()), one_hot, best, overlap if has_overlap else None)
 
 
 def _row(sampling: SamplingParams) -> RowSampling:
+    """Make the sampling of a single row."""
     reals = (np.array([real], np.float32) for real in (sampling.temperature, sampling.top_p, sampling.min_p))
     temperature, top_p, min_p = reals
     top_k, seed, index = (np.array([number], np.int32) for number in (sampling.top_k, fold_seed(sampling.seed), 0))
     return RowSampling(temperature, top_k, top_p, min_p, seed, index)  # type: ignore[arg-type]  # NumPy's, too
-
-
-def _with_logits(drafter: Drafter) -> Drafter:
-    if not hasattr(drafter, "with_logits"):
-        return drafter
-    changed: Drafter = drafter.replace(with_logits=True)  # type: ignore[attr-defined]
-    return changed
 
 
 def _capacity(num_tokens: int) -> int:
@@ -90,8 +87,10 @@ def _capacity(num_tokens: int) -> int:
     return max(256, 1 << (num_tokens - 1).bit_length())
 
 
-def _read(target: Target, text: Sequence[int], first: int, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Run the target over a text; return (distributions from token `first` on, aux_hidden)."""
+def _read_text(
+    target: Target, text: Sequence[int], first: int, sampling: SamplingParams
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run the target over a text; return (distributions after the tokens from `first` on, aux_hidden of all)."""
     cache = target.init_cache(1, _capacity(len(text)), CHUNK)
     probs, aux = [], []
     for start in range(0, len(text), CHUNK):
@@ -99,12 +98,12 @@ def _read(target: Target, text: Sequence[int], first: int, sampling: SamplingPar
         count = min(CHUNK, len(text) - start)
         ids[0, :count] = text[start : start + count]
         in_output = start + count > first
-        chunk, hidden, cache = _read_chunk(
+        chunk_probs, chunk_aux, cache = _read_chunk(
             target, ids, np.int32(start), np.int32(count), cache, _row(sampling), needs_probs=in_output
         )
-        aux.append(np.asarray(hidden)[0, :count])
-        if chunk is not None:
-            probs.append(np.asarray(chunk)[0, max(first - start, 0) : count])
+        aux.append(np.asarray(chunk_aux)[0, :count])
+        if chunk_probs is not None:
+            probs.append(np.asarray(chunk_probs)[0, max(first - start, 0) : count])
     return np.concatenate(probs), np.concatenate(aux)
 
 
@@ -119,43 +118,43 @@ def _read_chunk(
     *,
     needs_probs: bool,
 ) -> tuple[jax.Array | None, jax.Array, PyTree]:
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, begin + place, -1)
+    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(row < count, begin + row, -1)
     rows = None if needs_probs else jnp.zeros((1, 1), jnp.int32)
     output, cache = target.extend(token_ids, positions, cache, rows)
     return probabilities(output.logits, sampling) if needs_probs else None, output.aux_hidden, cache
 
 
-class _Walk:
-    """A drafter that follows a text step by step, as in decoding."""
+class _Replay:
+    """A drafter that drafts along a text again, step by step."""
 
     def __init__(
         self, drafter: Drafter, text: Sequence[int], aux_hidden: np.ndarray, k: int, sampling: SamplingParams
     ) -> None:
         self._drafter, self._aux, self._k = drafter, aux_hidden, k
-        self._following = np.array([*text[1:], 0], np.int32)  # row p holds the token after it
+        self._next_tokens = np.array([*text[1:], 0], np.int32)
         widest = max(CHUNK, 2 * k)
         self._state = drafter.init_state(1, _capacity(len(text) + k + 1), widest)
         self._absorbed = 0
-        # drafts are drawn at the request's temperature, not truncated (peagle.engine.propose)
+        # drafts are drawn at the request's temperature, without its top_k, top_p and min_p (peagle.engine.propose)
         self._sampling = _row(SamplingParams(sampling.temperature, seed=sampling.seed))
 
-    def at(self, length: int, width: int, probs: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Draft at the step that began with so many tokens; probs: the target's [K, V].
+    def step(self, length: int, width: int, probs: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Draft at the step that began with `length` tokens, and compare with the target's probs [K, V].
 
-        Returns (p of the best token, max p, sum min(p, q) or None), of shape [K].
+        Returns (p(d), max p, sum min(p, q) or None), of shape [K].
         """
         while length - self._absorbed > self._k + 1:
             count = min(CHUNK, length - self._absorbed - self._k - 1)
             ids, aux = self._rows(count, CHUNK)
-            place = np.arange(CHUNK, dtype=np.int32)
-            positions = np.where(place < count, self._absorbed + place, -1)[None]
+            row = np.arange(CHUNK, dtype=np.int32)
+            positions = np.where(row < count, self._absorbed + row, -1)[None]
             self._state = _absorb(self._drafter, self._state, ids, aux, positions)
             self._absorbed += count
         num = length - self._absorbed
         ids, aux = self._rows(num, self._k + 1)
-        ends = np.array([num], np.int32), np.array([self._absorbed], np.int32)
-        drafter_input = DrafterInput(ids, aux, *ends)  # type: ignore[arg-type]  # NumPy's, too
+        counts = np.array([num], np.int32), np.array([self._absorbed], np.int32)
+        drafter_input = DrafterInput(ids, aux, *counts)  # type: ignore[arg-type]  # NumPy's, too
         self._absorbed = length
         widths = np.array([width], np.int32)
         figures, self._state = _compare(
@@ -164,9 +163,9 @@ class _Walk:
         return figures
 
     def _rows(self, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the next rows, padded to a width: (tokens [1, W], aux_hidden [1, W, A])."""
+        """Return the next rows, padded to a width: (next tokens [1, W], aux_hidden [1, W, A])."""
         rows = slice(self._absorbed, self._absorbed + count)
-        ids, aux = self._following[rows], self._aux[rows]
+        ids, aux = self._next_tokens[rows], self._aux[rows]
         return np.pad(ids, (0, width - count))[None], np.pad(aux, ((0, width - count), (0, 0)))[None]
 
 
@@ -190,7 +189,7 @@ def _compare(
     token = draft.token_ids[0]
     picked = jnp.take_along_axis(probs, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
     one_hot = jnp.where(token < 0, 0.0, picked)
-    both = None
+    overlap = None
     if draft.logits is not None:
-        both = jnp.sum(jnp.minimum(probs, probabilities(draft.logits, sampling)[0]), axis=-1)
-    return (one_hot, jnp.max(probs, axis=-1), both), state
+        overlap = jnp.sum(jnp.minimum(probs, probabilities(draft.logits, sampling)[0]), axis=-1)
+    return (one_hot, jnp.max(probs, axis=-1), overlap), state

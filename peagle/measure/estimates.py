@@ -1,4 +1,4 @@
-"""Estimate figures of many requests: values with 95 % bootstrap intervals over groups, such as conversations."""
+"""Figures of many requests, with 95 % bootstrap intervals over groups of them, such as conversations."""
 
 import dataclasses
 import functools
@@ -9,36 +9,33 @@ import numpy as np
 from peagle.measure.metrics import figure_text
 
 RESAMPLES = 2000
-FEWEST = 8  # groups for an interval
+FEWEST = 8  # groups that an interval needs
 
-Statistic = Callable[[np.ndarray], np.ndarray]  # sums of a table's columns [R, c] -> [R]
+Statistic = Callable[[np.ndarray], np.ndarray]  # column sums of R tables [R, c] -> [R]
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval, or none if there are too few groups."""
+    """A figure with its 95 % interval, which needs FEWEST groups."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
-    def text(self, digits: int = 2) -> str:
-        """Format it: 1.19 (1.14..1.24)."""
-        value, low, high = (figure_text(end, f".{digits}f") for end in (self.value, self.low, self.high))
-        return value if self.low is None else f"{value} ({low}..{high})"
-
 
 def estimate_text(figure: Estimate | None, digits: int = 2) -> str:
-    """Format a figure with its interval; "-" if it is undefined."""
-    return "-" if figure is None else figure.text(digits)
+    """Format a figure with its interval, as 1.19 (1.14..1.24); "-" if it is undefined."""
+    if figure is None:
+        return "-"
+    value, low, high = (figure_text(end, f".{digits}f") for end in (figure.value, figure.low, figure.high))
+    return value if figure.low is None else f"{value} ({low}..{high})"
 
 
 def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
-    """Estimate a statistic of the sums of a table's [n, c] columns; None if it is not a number.
+    """Estimate a statistic of the column sums of a table [n, c]; None if it is not a number.
 
-    groups[i] is the group of row i, which is drawn as a whole (None: every row is its own). Draws are the same for the
-    same number of groups. (scipy.stats.bootstrap knows no groups, and a draw without a denominator costs it the
-    interval.)
+    groups[i] is the group of row i; resampling draws whole groups (None: single rows). Equal numbers of groups give
+    equal draws. (scipy.stats.bootstrap knows no groups, and one draw without a denominator costs it the interval.)
     """
     if not len(table):
         return None
@@ -51,7 +48,7 @@ def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | No
             return Estimate(value)
         sums = np.zeros((len(names), table.shape[1]))
         np.add.at(sums, group_of, table)
-        return _with_interval(value, statistic(_times_drawn(len(names)) @ sums))
+        return _with_interval(value, statistic(_draw_counts(len(names)) @ sums))
 
 
 def _with_interval(value: float, draws: np.ndarray) -> Estimate:
@@ -69,7 +66,7 @@ def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate 
     if len(names) < FEWEST:
         return Estimate(float(np.median(values)))
     order = np.argsort(values)
-    ordered, weights = np.asarray(values)[order], _times_drawn(len(names))[:, group_of[order]].cumsum(axis=1)
+    ordered, weights = np.asarray(values)[order], _draw_counts(len(names))[:, group_of[order]].cumsum(axis=1)
     # a draw's median is the mean of its two middle values: the first with a cumulative weight of at least half, and the
     # first with more than half
     half = weights[:, -1:] / 2
@@ -78,8 +75,8 @@ def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate 
 
 
 @functools.lru_cache(maxsize=32)
-def _times_drawn(num_groups: int) -> np.ndarray:
-    """Draw groups with replacement, and count the draws of every group; [RESAMPLES, num_groups]."""
+def _draw_counts(num_groups: int) -> np.ndarray:
+    """Draw groups with replacement, and count how often each is drawn; [RESAMPLES, num_groups]."""
     picks = np.random.default_rng(0).integers(0, num_groups, (RESAMPLES, num_groups))
     counts = np.zeros((RESAMPLES, num_groups))
     np.add.at(counts, (np.arange(RESAMPLES)[:, None], picks), 1)
@@ -91,9 +88,6 @@ def ratio(sums: np.ndarray) -> np.ndarray:
     return sums[:, 0] / sums[:, 1]
 
 
-def one_more_than_ratio(sums: np.ndarray) -> np.ndarray:
-    return 1 + ratio(sums)
-
-
 def ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
+    """Divide column 0 / column 1 by column 2 / column 3."""
     return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])

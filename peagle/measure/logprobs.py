@@ -1,6 +1,6 @@
 """Compute log-probabilities of an output by teacher forcing, through the target's caches.
 
-They equal those of decoding up to rounding in float32; in bfloat16 passes of different widths differ.
+In float32 they equal those of decoding up to rounding; in bfloat16 passes of other widths differ by more.
 """
 
 import functools
@@ -17,16 +17,15 @@ CHUNK = 32  # tokens of one pass
 
 
 def output_logprobs(
-    target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int | None = None
+    target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int
 ) -> list[TokenLogprobs]:
     """Compute the output tokens' log-probabilities, with the num_best likeliest tokens.
 
-    `capacity`: room for prompt and output, by default the next power of two; each value compiles its own program.
+    capacity: positions of the caches; every value compiles a program.
     """
     if not output_ids:
         return []
     token_ids = [*prompt_ids, *output_ids]
-    capacity = max(capacity or 1 << (len(token_ids) - 1).bit_length(), len(token_ids))
     cache, parts = target.init_cache(1, capacity, CHUNK), []
     first = len(prompt_ids) - 1  # the row whose logits decide the first output token
     for start in range(0, len(token_ids) - 1, CHUNK):
@@ -48,8 +47,8 @@ def output_logprobs(
     ]
 
 
-def top_2_margin(target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], capacity: int | None) -> float:
-    """Return the difference of the two highest logits at the last output token."""
+def top_2_margin(target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], capacity: int) -> float:
+    """Return by how much the highest logit exceeds the second at the last output token."""
     first, second = output_logprobs(target, prompt_ids, output_ids, 2, capacity)[-1].best
     return first[1] - second[1]
 
@@ -65,18 +64,16 @@ def _chunk_logprobs(
     *,
     num_best: int,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array] | None, PyTree]:
-    """Run `count` tokens at positions begin..; return (`_pick` of the rows or None, caches)."""
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, begin + place, -1)
+    """Run `count` tokens at positions begin.., and return (log-probabilities, caches).
+
+    The log-probabilities are (of the next tokens, of the num_best likeliest, ids of these); None if num_best is 0.
+    """
+    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(row < count, begin + row, -1)
     if not num_best:
         return None, target.extend(token_ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[1]
     output, cache = target.extend(token_ids, positions, cache)
-    return _pick(output.logits[0], next_tokens[0], num_best), cache
-
-
-def _pick(logits: jax.Array, next_tokens: jax.Array, num_best: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return log-probabilities (of the next tokens, of the best) and the ids of the best."""
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    next_tokens = jnp.asarray(next_tokens, jnp.int32)
+    logprobs = jax.nn.log_softmax(output.logits[0].astype(jnp.float32), axis=-1)
+    of_next = jnp.take_along_axis(logprobs, next_tokens[0][:, None], axis=-1)[:, 0]
     best, ids = jax.lax.top_k(logprobs, num_best)
-    return jnp.take_along_axis(logprobs, next_tokens[..., None], axis=-1)[..., 0], best, ids
+    return (of_next, best, ids), cache

@@ -1,28 +1,39 @@
-"""Figures of several requests: pooled counters and ratios. Of one request: peagle.result."""
+"""Figures of several requests: pooled counters and ratios. Those of one request are in peagle.result."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from peagle.result import Counters, Result, loop_grams, ratio
 
+# keys of JSON, named as in vLLM's metrics -> attributes of Counters
+COUNTS = {
+    "num_spec_steps": "num_steps",
+    "num_plain_steps": "num_plain_steps",
+    "num_proposed_draft_tokens": "num_proposed",
+    "num_draft_tokens": "num_drafted",
+    "num_accepted_draft_tokens": "num_accepted",
+    "num_looked_up_draft_tokens": "num_looked_up",
+    "acceptance_histogram": "histogram",
+}
+
 
 def pooled_counters(results: Sequence[Result]) -> Counters | None:
-    """Add up the counters of results of one K > 0; None if there are none."""
+    """Add up the counters of the results with K > 0; None if there are none. Raises ValueError for several K."""
     speculative = [result.counters for result in results if result.num_speculative_tokens]
     return total(speculative) if speculative else None
 
 
 def total(counters: Sequence[Counters]) -> Counters:
-    """Add up at least one counter, all of one K."""
+    """Add up one or more counters of the same K."""
     return sum(counters[1:], start=counters[0])
 
 
 def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
     """Divide tokens after the first by the seconds in which at least one request was decoding.
 
-    For requests one after the other the seconds are the sum of their times; time that a batch shares counts once.
+    Time that several requests share counts once.
     """
     tokens = sum(len(result.output_ids) - 1 for result in results if result.output_ids)
     spans = [(r.first_s, r.last_s) for r in results if r.first_s is not None and r.last_s is not None]
@@ -30,10 +41,7 @@ def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
 
 
 def busy_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the time covered by at least one span (begin, end).
-
-    Example: (0, 2), (1, 3), (5, 6): 4.
-    """
+    """Return the time covered by at least one span (begin, end). Example: (0, 2), (1, 3), (5, 6) cover 4."""
     seconds, covered = 0.0, float("-inf")
     for begin, end in sorted(spans):
         seconds += max(0.0, end - max(begin, covered))
@@ -44,12 +52,12 @@ def busy_s(spans: Iterable[tuple[float, float]]) -> float:
 def pooled_loop_share(results: Sequence[Result]) -> float | None:
     """1 - distinct / total 4-grams, both summed over outputs; distinct within each output."""
     counts = [loop_grams(result.output_ids) for result in results]
-    total = sum(total for _, total in counts)
-    return None if not total else 1 - sum(distinct for distinct, _ in counts) / total
+    grams = sum(of_output for _, of_output in counts)
+    return None if not grams else 1 - sum(distinct for distinct, _ in counts) / grams
 
 
 def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
-    """Take the median over requests of tok_per_s / the baseline's."""
+    """Return the median over requests of tok_per_s / that of plain decoding; None if no request has both."""
     ratios = [
         fast.tok_per_s / plain.tok_per_s for fast, plain in pairs if fast.tok_per_s is not None and plain.tok_per_s
     ]
@@ -69,7 +77,7 @@ class Spread:
         return cls(float(statistics.median(values)), float(min(values)), float(max(values)))
 
     def text(self, number: Callable[[float], str]) -> str:
-        """Format it: median (lowest..highest)."""
+        """Format as median (lowest..highest)."""
         return f"{number(self.median)} ({number(self.lowest)}..{number(self.highest)})"
 
 
@@ -79,10 +87,7 @@ def figure_text(value: float | None, form: str) -> str:
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Return the first index at which the two differ; None if they are equal.
-
-    If one begins with the other, the length of the shorter.
-    """
+    """Return the first index at which two sequences differ, where one may have ended; None if they are equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -90,19 +95,19 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
-    """Make the per-request block of counters, named as in vLLM's metrics."""
+    """Make a request's block of counters."""
     return {
         "num_spec_tokens": counters.num_spec_tokens,
-        "num_spec_steps": counters.num_steps,
-        "num_plain_steps": counters.num_plain_steps,
-        "num_proposed_draft_tokens": counters.num_proposed,
-        "num_draft_tokens": counters.num_drafted,
-        "num_accepted_draft_tokens": counters.num_accepted,
-        "num_looked_up_draft_tokens": counters.num_looked_up,
-        "acceptance_histogram": list(counters.histogram),
+        **_attributes(counters, COUNTS),
         "mean_acceptance_length": counters.acceptance_length,
         "draft_acceptance_rate": counters.acceptance_rate,
     }
+
+
+def _attributes(counters: Counters | None, names: Mapping[str, str]) -> dict[str, Any]:
+    """Read attributes of the counters as JSON's values, by key; None without counters."""
+    values = {key: None if counters is None else getattr(counters, name) for key, name in names.items()}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def summarize(
@@ -114,12 +119,12 @@ def summarize(
 ) -> dict[str, Any]:
     """Summarise all requests: counters, then figures from them.
 
-    baselines[i]: plain decoding of the same request, or None; the speed-up is over requests that have one, None if
-    nothing was drafted.
-    host_gap_frac: peagle.engine.timing.LoopTimes.
+    baselines[i]: plain decoding of request i, or None. Speed-ups are over the requests that have one, and None if
+    nothing was drafted. host_gap_frac: see peagle.engine.timing.LoopTimes.
     """
     counters = pooled_counters(results)
     without_loops = pooled_counters([result for result in results if not result.loops])
+    rates = {name: name for name in ("acceptance_rate_per_position", "conditional_rate_per_position")}
     both = [(fast, plain) for fast, plain in zip(results, baselines, strict=True) if plain is not None]
     drafted = both if counters is not None and counters.num_steps else []
     baseline_tok_per_s = pooled_tok_per_s([plain for _, plain in both])
@@ -129,17 +134,10 @@ def summarize(
         "num_prompt_tokens": sum(len(result.request.prompt_ids) for result in results),
         "num_output_tokens": sum(len(result.output_ids) for result in results),
         "num_truncated_tokens": sum(result.num_truncated for result in results),
-        "num_spec_steps": None if counters is None else counters.num_steps,
-        "num_plain_steps": None if counters is None else counters.num_plain_steps,
-        "num_proposed_draft_tokens": None if counters is None else counters.num_proposed,
-        "num_draft_tokens": None if counters is None else counters.num_drafted,
-        "num_accepted_draft_tokens": None if counters is None else counters.num_accepted,
-        "num_looked_up_draft_tokens": None if counters is None else counters.num_looked_up,
-        "acceptance_histogram": None if counters is None else list(counters.histogram),
+        **_attributes(counters, COUNTS),
         "acceptance_length": None if counters is None else counters.acceptance_length,
         "acceptance_length_without_loops": None if without_loops is None else without_loops.acceptance_length,
-        "acceptance_rate_per_position": None if counters is None else list(counters.acceptance_rate_per_position),
-        "conditional_rate_per_position": None if counters is None else list(counters.conditional_rate_per_position),
+        **_attributes(counters, rates),
         "loop_share": pooled_loop_share(results),
         "looping_requests_frac": ratio(sum(result.loops for result in results), len(results)),
         "tok_per_s": pooled_tok_per_s(results),

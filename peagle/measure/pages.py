@@ -1,4 +1,4 @@
-"""Write a page once: as Markdown beside its pictures, and as one HTML file that needs no other file and no network."""
+"""Render a page both as Markdown with pictures beside it and as one HTML file that loads nothing."""
 
 import base64
 import dataclasses
@@ -14,7 +14,7 @@ from peagle.ops.files import encoded, printable, write_text_whole, writing
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells as plain text; `|` is escaped. The first `num_names` columns name a row, the others are its figures."""
+    """Cells of plain text. The first `num_names` columns name a row, the others are its figures."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -23,7 +23,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """An SVG drawing; its file is `name`.svg."""
+    """An SVG drawing, stored as NAME.svg."""
 
     name: str
     svg: str
@@ -32,15 +32,15 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Commands:
-    """Lines for a shell, to copy."""
+    """Shell commands to copy."""
 
     lines: Sequence[str]
 
 
-# a string is Markdown: a heading, a list, or a paragraph with `code` and **bold**
+# a string is Markdown: a heading, a list, a paragraph
 Block = str | Table | Picture | Commands
 
-# no links, no images, no HTML: whatever a name holds, the page loads nothing
+# without links, images and HTML, so that the page loads nothing, whatever a name holds
 _HTML_OF = MarkdownIt("zero").enable(["heading", "table", "backticks", "emphasis", "escape", "list", "fence"])
 _MARKUP = re.compile(r"[\\`*<\[]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is itself
 _NUMBER = re.compile(r"[-+.\d]|$")
@@ -77,17 +77,17 @@ def heading(text: str, level: int = 2) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape a text for a paragraph, so that it shows as it is."""
+    """Escape the Markdown in a text."""
     return _MARKUP.sub(r"\\\g<0>", printable(text))
 
 
 def markdown(blocks: Sequence[Block]) -> str:
-    """Render a page whose pictures are files beside it (`pictures` makes them)."""
+    """Render a page that shows the files of `pictures`."""
     return "\n\n".join(map(_markdown, blocks)) + "\n"
 
 
 def html(blocks: Sequence[Block]) -> str:
-    """Render a page, which begins with its title, as one file with its pictures inside."""
+    """Render a page with its pictures inside. Its first block is its title."""
     title = escape(_markdown(blocks[0]).lstrip("# "))
     body = "\n".join(
         _figure(block) if isinstance(block, Picture) else _HTML_OF.render(_markdown(block)) for block in blocks
@@ -100,7 +100,7 @@ def html(blocks: Sequence[Block]) -> str:
 
 
 def pictures(blocks: Sequence[Block]) -> dict[str, str]:
-    """Collect SVG texts by the names of their files."""
+    """Return the pictures' SVG texts by file name."""
     return {f"{block.name}.svg": block.svg for block in blocks if isinstance(block, Picture)}
 
 
@@ -113,13 +113,13 @@ def write(path: Path, blocks: Sequence[Block]) -> None:
 
 
 def _markdown(block: Block) -> str:
-    """Render a block; of a table, columns of numbers are to the right, except the first."""
+    """Render a block. Columns of numbers are aligned to the right, except the first."""
     match block:
         case Table(header, rows):
             head, *lines = (f"| {' | '.join(map(_cell, row))} |" for row in (header, *rows))
-            columns = [[row[place] for row in rows] for place in range(len(header))]
-            numbers = [place > 0 and all(map(_NUMBER.match, cells)) for place, cells in enumerate(columns)]
-            marks = "".join("|---:" if number else "|---" for number in numbers)
+            columns = [[row[index] for row in rows] for index in range(len(header))]
+            numeric = [index > 0 and all(map(_NUMBER.match, cells)) for index, cells in enumerate(columns)]
+            marks = "".join("|---:" if right else "|---" for right in numeric)
             return "\n".join([head, f"{marks}|", *lines])
         case Commands(lines):
             return "\n".join(["```bash", *map(printable, lines), "```"])
@@ -134,7 +134,7 @@ def _cell(text: str) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    """Embed a drawing as an image, so that ids inside it do not meet those of another drawing."""
+    """Embed a drawing as an image, so that ids of two drawings do not clash."""
     data, caption = base64.b64encode(encoded(picture.svg)).decode(), escape(picture.caption)
     image = f'<img src="data:image/svg+xml;base64,{data}" alt="{caption}">'
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"

@@ -1,8 +1,8 @@
 """Break down the time of a step: run some steps under JAX's profiler and sum up its trace.
 
-It runs after all measurements. The trace has the times of the compiled program's operations; the program's text maps
-operations to parts of the step (peagle.engine.step). If operations of several parts run at once, they share the time
-equally. Time without operations is the runtime's if a program is running, else the host's.
+The trace times the operations of the compiled programs; a program's text says to which part of the step an operation
+belongs (peagle.engine.step). Parts that run at once share the time equally. Time without operations is the runtime's if
+a program is running, else the host's.
 """
 
 import dataclasses
@@ -22,18 +22,19 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 
 BETWEEN, HOST = "between operations", "host gap"
-MOST_TOKENS = 96  # of a request under the profiler: traces are large
-STEPS = "jit__steps"  # prefix of module names: peagle.engine.programs.steps_program
-CONTAINERS = re.compile(r"^(while|call|conditional)\b")
+IN_PROGRAM, OTHER_PROGRAM = "in a program", "in another program"  # of spans that belong to no part
+MOST_TOKENS = 96  # that a request decodes under the profiler, because traces are large
+STEPS = "jit__steps"  # prefix of the module names of peagle.engine.programs.steps_program
+CONTAINERS = re.compile(r"^(while|call|conditional)\b")  # operations that contain others
 _MODULE = re.compile(r"HloModule ([^,\s]+)")
 _METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Milliseconds of a step under the profiler, by part; they add up to a step.
+    """Milliseconds of a step under the profiler; the parts add up to a step.
 
-    `rest`: the program's operations outside the parts, of loops and outputs.
+    rest: operations of no part, such as those of loops and outputs. between: no operation runs, but a program does.
     """
 
     directory: str
@@ -61,12 +62,6 @@ class Breakdown:
     def step_ms(self) -> float:
         return sum(self.parts.values())
 
-    @property
-    def in_three(self) -> dict[str, float]:
-        """Milliseconds of drafting, verifying, and the rest: accepting, the runtime, the host."""
-        other_ms = self.step_ms - self.draft_ms - self.verify_ms
-        return {"draft_ms": self.draft_ms, "verify_ms": self.verify_ms, "other_ms": other_ms}
-
 
 @dataclass(frozen=True)
 class Span:
@@ -74,11 +69,11 @@ class Span:
 
     start: float
     end: float
-    part: str  # of PARTS, or "rest"
+    part: str  # of PARTS, "rest" or IN_PROGRAM; without meaning for other programs
 
 
-def writable(directory: Path) -> Path:
-    """Create the directory, unless it exists, and return it. Raises InputError if that fails."""
+def make_directory(directory: Path) -> Path:
+    """Create the directory of --profile, and return it. Raises InputError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,19 +90,19 @@ def profile(
     part_of: dict[str, str] | None = None,
     perfetto: bool = True,
 ) -> Breakdown:
-    """Decode a request per slot under the profiler, at most MOST_TOKENS tokens.
+    """Decode a request per slot under the profiler, at most MOST_TOKENS tokens each, and break down a step.
 
-    Writes the trace to the directory, for XProf or TensorBoard, and with `perfetto` for Perfetto, too, in twice the
-    time. The engine must be warmed up; of replicas, one is profiled. part_of: the result of `operations_of`, if it is
-    known, since that compiles the programs once more. Raises InputError if the profiler gives no trace or none of the
-    steps' operations, and the profiler's own OSError and RuntimeError.
+    Writes the trace to the directory, for XProf or TensorBoard; with `perfetto` also for Perfetto, which takes twice as
+    long. The engine must be warmed up; of replicas, one is profiled. part_of: the result of `operation_parts` if known,
+    since computing it compiles the programs once more. Raises InputError if the profiler gives no trace or no operation
+    of the steps, and the profiler's own OSError and RuntimeError.
     """
     engine = engine.one
     batch = [
         dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, MOST_TOKENS))
         for request in requests[: engine.config.slots]
     ]
-    part_of = operations_of(engine, not batch[0].sampling.greedy) if part_of is None else part_of
+    part_of = operation_parts(engine, not batch[0].sampling.greedy) if part_of is None else part_of
     trace, num_steps = record(engine, batch, directory, perfetto)
     operations, others = _read(trace, part_of)
     if not operations or not num_steps:
@@ -118,17 +113,17 @@ def profile(
 def record(engine: Engine, batch: Sequence[Request], directory: Path, perfetto: bool = False) -> tuple[Path, int]:
     """Decode a batch under the profiler; return (the trace's file, the number of steps).
 
-    On a GPU each operation is launched by itself (`Engine.launching_alone`). Raises InputError if the profiler wrote no
-    trace.
+    On a GPU the programs launch every operation alone (`Engine.launching_alone`). Raises InputError if the profiler
+    wrote no trace.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # tracing Python takes longer than the steps
     before = _traces(directory)
-    with engine.launching_alone() as anew:
-        if anew:  # now, not in the trace
+    with engine.launching_alone() as recompiles:
+        if recompiles:  # before the trace
             list(engine.generate(batch))
         with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=perfetto):
-            num_steps = sum(len(chunk.steps) for place, chunk in engine.generate(batch) if place == 0)
+            num_steps = sum(len(chunk.steps) for index, chunk in engine.generate(batch) if index == 0)
     written = dict(_traces(directory).items() - before.items())
     if len(written) != 1:
         raise InputError(f"{directory} has {len(written)} new traces; expected one: check for another run there")
@@ -136,21 +131,21 @@ def record(engine: Engine, batch: Sequence[Request], directory: Path, perfetto: 
 
 
 def _traces(directory: Path) -> dict[Path, int]:
-    """Find traces in a directory, with times of writing: their names differ only by seconds."""
+    """Find the traces in a directory, with the times of writing: traces of one second have the same name."""
     return {path: path.stat().st_mtime_ns for path in directory.glob("**/*.xplane.pb")}
 
 
-def operations_of(engine: AnyEngine, sampled: bool) -> dict[str, str]:
-    """Map the step programs' operations to parts of the step: {module/operation: part}."""
+def operation_parts(engine: AnyEngine, sampled: bool) -> dict[str, str]:
+    """Map the operations of the step programs to parts of the step: {module/operation: part}."""
     part_of: dict[str, str] = {}
     with engine.one.launching_alone():
         for program in engine.one.programs(sampled):
-            part_of |= parts_by_operation(program.as_text() or "")
+            part_of |= operation_parts_of(program.as_text() or "")
     return part_of
 
 
-def parts_by_operation(program: str) -> dict[str, str]:
-    """Map operations in a program's text to parts of the step: {module/operation: part}."""
+def operation_parts_of(program: str) -> dict[str, str]:
+    """Do the same for a program's text."""
     module = _MODULE.match(program)
     part_of = {}
     for name, path in _METADATA.findall(program):
@@ -161,10 +156,7 @@ def parts_by_operation(program: str) -> dict[str, str]:
 
 
 def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]:
-    """Read (the operations of the steps, those of other programs).
-
-    Operations that contain others have part "": they only show that a program runs.
-    """
+    """Read (the operations of the steps, those of other programs)."""
     steps: list[Span] = []
     others: list[Span] = []
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
@@ -174,7 +166,7 @@ def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]
                 if "hlo_op" not in stats or event.duration_ns <= 0:
                     continue
                 name, module = str(stats["hlo_op"]), str(stats.get("hlo_module", ""))
-                part = "" if CONTAINERS.match(name) else part_of.get(f"{module}/{name}", "rest")
+                part = IN_PROGRAM if CONTAINERS.match(name) else part_of.get(f"{module}/{name}", "rest")
                 span = Span(event.start_ns, event.start_ns + event.duration_ns, part)
                 (steps if module.startswith(STEPS) else others).append(span)
     return steps, others
@@ -183,13 +175,12 @@ def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]
 def breakdown(directory: str, num_steps: int, steps: Iterable[Span], others: Iterable[Span]) -> Breakdown:
     """Divide the time from the steps' first operation to the last among the parts.
 
-    Leaves out time in which only other programs ran. A span of part "" means that its program is running, perhaps
-    without an operation.
+    Leaves out time in which only other programs ran.
     """
     edges = [(at, sign, span.part) for span in steps for at, sign in ((span.start, 1), (span.end, -1))]
     first, last = min(at for at, _, _ in edges), max(at for at, _, _ in edges)
     edges += [
-        (at, sign, HOST)
+        (at, sign, OTHER_PROGRAM)
         for span in others
         for at, sign in ((max(span.start, first), 1), (min(span.end, last), -1))
         if span.end > first and span.start < last
@@ -198,11 +189,11 @@ def breakdown(directory: str, num_steps: int, steps: Iterable[Span], others: Ite
     running: dict[str, int] = defaultdict(int)
     before = first
     for at, sign, part in sorted(edges):
-        active = [name for name, count in running.items() if count]
-        working = [name for name in active if name not in ("", HOST)]
+        active = {name for name, count in running.items() if count}
+        working = active - {IN_PROGRAM, OTHER_PROGRAM}
         for name in working:
             spent[name] += (at - before) / len(working)
-        if not working and "" in active:
+        if not working and IN_PROGRAM in active:
             spent[BETWEEN] += at - before
         elif not active:
             spent[HOST] += at - before

@@ -1,6 +1,6 @@
-"""Record the provenance of a number: versions, device, git state, command line.
+"""Record where figures come from: versions, device, git state, command line.
 
-Names no machine and no path, except those on the command line.
+Names neither the host nor paths, except those on the command line.
 """
 
 import datetime
@@ -11,15 +11,16 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peagle.ops import jax_cure
 
 PACKAGES = ("peagle", "jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "transformers")
+NAMED = ("peagle", "jax", "jaxlib")  # packages whose versions a page shows
 CPUINFO = Path("/proc/cpuinfo")
-# environment variables that change our kernels or threads, or those of a peer in the same benchmark
+# environment variables that change the kernels or threads of peagle, or of a peer in the same benchmark
 TUNING = (
     "PEAGLE_KERNELS",
     "XLA_FLAGS",
@@ -34,8 +35,11 @@ TUNING = (
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     """Collect the provenance of a run. Starts JAX's backend if it was not started.
 
-    `command`: the arguments as typed, by default sys.argv's; the variables of `tuning` are put before them.
+    command: the arguments as typed, by default those of sys.argv. The variables of `tuning` come before them.
     """
+    import jax
+
+    devices, processor = jax.devices(), first_processor()
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": [*tuning(), "peagle", *(sys.argv[1:] if command is None else command)],
@@ -43,10 +47,28 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version_of(name) for name in PACKAGES},
         "platform": {"system": platform.system(), "release": platform.release(), "machine": platform.machine()},
-        "cpu": cpu_model(),
+        "cpu": (platform.processor() or None) if processor is None else processor.get("model name"),
         "num_threads": num_threads(),
-        "device": device(),
+        "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
     }
+
+
+def origin_text(origin: Mapping[str, Any]) -> str:
+    """Describe the machine, versions and commit of a provenance.
+
+    A sweep adds to it what its models `ran` by: dtype, experts, kernels.
+    """
+    git = origin["git"] or {}
+    commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
+    ran = "".join(f", {name} {value}" for name, value in origin.get("ran", {}).items())
+    versions = ", ".join(f"{name} {origin['packages'][name]}" for name in NAMED if name in origin["packages"])
+    return f"{machine_text(origin)}{ran}; {versions}{commit}"
+
+
+def machine_text(origin: Mapping[str, Any]) -> str:
+    """Name the machine of a provenance by its CPU or device."""
+    device = origin["device"]
+    return f"{origin['cpu']}, {origin['num_threads']} threads" if device["platform"] == "cpu" else str(device["kind"])
 
 
 def tuning() -> list[str]:
@@ -58,18 +80,10 @@ def tuning() -> list[str]:
     return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]
 
 
-def device() -> dict[str, Any]:
-    """Describe the devices of JAX."""
-    import jax
-
-    devices = jax.devices()
-    return {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
-
-
 def git_state() -> dict[str, Any] | None:
-    """Return the commit of this package's checkout and whether it is dirty; None without one.
+    """Return the commit of this package's checkout and whether it is dirty.
 
-    A package installed inside another repository does not count.
+    None without a checkout. A package that is installed inside another repository has none.
     """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
@@ -80,14 +94,8 @@ def git_state() -> dict[str, Any] | None:
     return {"commit": commit, "dirty": bool(_git(here.parent, "status", "--porcelain", "--untracked-files=no"))}
 
 
-def cpu_model() -> str | None:
-    """Return the processor's name, if the system provides it."""
-    processor = first_processor()
-    return (platform.processor() or None) if processor is None else processor.get("model name")
-
-
 def first_processor() -> dict[str, str] | None:
-    """Read the entries of the first processor in Linux' cpuinfo; None on other systems."""
+    """Read the first processor's entries in Linux's cpuinfo; None on other systems."""
     try:
         with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
             entries = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
@@ -104,8 +112,7 @@ def num_threads() -> int | None:
 def peak_memory_bytes() -> int | None:
     """Return the peak memory so far: of the device if it counts that, else of the process.
 
-    The latter includes resident pages of mapped files, such as a checkpoint during its load, which the system can
-    reclaim.
+    That of the process includes resident pages of mapped files, such as a checkpoint while it is loaded.
     """
     import jax
 

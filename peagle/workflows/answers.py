@@ -1,9 +1,12 @@
-"""Let a target answer many conversations, by continuous batching: training data for drafters."""
+"""Let a target answer conversations, by continuous batching: training data for drafters."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
+from drafter.train.shards import Document
 from peagle.config import SamplingParams
 from peagle.engine.request import Request
 from peagle.ops.errors import InputError
@@ -13,16 +16,8 @@ from peagle.text.prompts import Conversation, Rendering
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """One turn: the whole prompt, and the target's output with its stop token."""
-
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Asking:
-    """How to answer conversations. `context`: the most positions of prompt and answer together."""
+class AnswerOptions:
+    """How to answer conversations. context: the most tokens of prompt and answer."""
 
     rendering: Rendering
     sampling: SamplingParams
@@ -34,66 +29,61 @@ class Asking:
 def answer(
     pair: Pair,
     conversations: Sequence[Conversation],
-    asking: Asking,
+    options: AnswerOptions,
     first_index: int,
     skipped: Callable[[str], None],
-    done: Callable[[int], None],
-) -> Iterator[Answer]:
-    """Yield the answer to every turn of every conversation, decoded plainly.
+    done: Callable[[], None],
+) -> Iterator[Document]:
+    """Yield a document per turn: its whole prompt, and the target's answer, which is trained.
 
-    The prompt of a later turn holds the answers to the turns before. Random numbers depend on the seed and on
-    first_index + the index of the conversation, so a part of a list gets the answers it gets within the whole.
+    The prompt of a later turn holds the answers to the earlier turns. Random numbers depend on the seed and on
+    first_index + the index of the conversation, so shards get the answers that the whole list would get.
 
-    Calls skipped(line) for a turn that cannot be run (no room for an answer, no tokenizer); that turn and later ones
-    are left out. Calls done(number of conversations that have just finished).
+    Calls skipped(reason) for a turn that cannot be run (no room for an answer, no tokenizer); it and later turns are
+    left out. Calls `done` when a conversation has ended.
     """
-    answers: dict[int, list[str]] = {number: [] for number in range(len(conversations))}  # of unfinished ones
+    answers: dict[int, list[str]] = {number: [] for number in range(len(conversations))}  # by unfinished conversation
     turn = 0
     while answers:
         requests = []
         for number in list(answers):
             try:
-                requests.append(_request(pair, conversations[number], answers[number], asking, first_index, number))
+                requests.append(
+                    pair.request(
+                        conversations[number],
+                        answers[number],
+                        options.rendering,
+                        max_new_tokens=options.max_new_tokens,
+                        sampling=options.sampling,
+                        index=first_index + number,
+                        context=options.context,
+                    )
+                )
             except InputError as error:
                 skipped(str(error))
                 del answers[number]
-                done(1)
+                done()
 
         def ended(request: Request, last_turn: int = turn) -> None:
             if conversations[request.index - first_index].num_requests == last_turn + 1:
-                done(1)
+                done()
 
-        results = _decode(pair, requests, asking, ended)
+        results = _decode(pair, requests, options.slots, ended)
         turn += 1
         for request in requests:
             number = request.index - first_index
             result = results[request.index]
-            yield Answer(request.prompt_ids, result.output_ids)
+            ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
+            yield Document(ids, np.arange(len(ids)) >= len(request.prompt_ids))
             if turn < conversations[number].num_requests:
                 answers[number].append(result.text or "")
             else:
                 del answers[number]
 
 
-def _request(
-    pair: Pair, conversation: Conversation, answers: Sequence[str], asking: Asking, first_index: int, number: int
-) -> Request:
-    return pair.request(
-        conversation,
-        answers,
-        asking.rendering,
-        max_new_tokens=asking.max_new_tokens,
-        sampling=asking.sampling,
-        index=first_index + number,
-        context=asking.context,
-    )
-
-
-def _decode(
-    pair: Pair, requests: Sequence[Request], asking: Asking, ended: Callable[[Request], None]
-) -> dict[int, Result]:
-    """Decode the requests plainly; return results by request index. Calls `ended` at ends."""
-    engine = pair.engine(pair.engine_config(0, slots=asking.slots, context=pair.capacity(requests)))
+def _decode(pair: Pair, requests: Sequence[Request], slots: int, ended: Callable[[Request], None]) -> dict[int, Result]:
+    """Decode the requests plainly; return results by request index. Calls ended(request) when one has ended."""
+    engine = pair.engine(pair.engine_config(0, slots=slots, context=pair.capacity(requests)))
     assemblers = submit(engine, requests, pair.tokenizer)
     try:
         with contextlib.closing(follow(engine, assemblers)) as pieces:

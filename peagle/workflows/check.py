@@ -1,4 +1,4 @@
-"""Check this machine: its kernels compute what they should, and speculation changes nothing."""
+"""Check this machine: its kernels compute the reference's logits, and speculation changes no token."""
 
 import dataclasses
 import tempfile
@@ -25,13 +25,12 @@ from target.load import load_target
 from target.model import GptOss
 from target.params import TargetParams
 
-# the GPU kernels take the heads of "S", not those of "tiny"
-CHECKED = ("tiny", "S")
+CHECKED = ("tiny", "S")  # the GPU kernels take the heads of "S", not those of "tiny"
 MOST_OFF = 1e-3  # of the logits' standard deviation, in float32
-# In bfloat16 about one token in eight is routed to another expert and is far off, but the median token is near; with a
-# wrong model it is not.
+# in bfloat16 about one token in eight is routed to another expert, and its logits are far off; those of the median
+# token are near, unless the model is wrong
 MOST_OFF_TYPICAL = 0.3
-BATCH, TOKENS, WIDTH = 2, 48, 4  # twice a window of 24 positions, in passes of four rows
+BATCH, TOKENS, WIDTH = 2, 48, 4  # tokens: twice the window of "tiny", in passes of four rows
 NUM_DRAFTS, NEW_TOKENS = 5, 96
 
 
@@ -45,7 +44,7 @@ class Finding:
 
 
 def check() -> Iterator[Finding]:
-    """Run every check, the quickest first."""
+    """Run all checks, the quickest first."""
     yield check_kernels()
     for size in CHECKED:
         yield from check_logits(size)
@@ -53,14 +52,14 @@ def check() -> Iterator[Finding]:
 
 
 def check_kernels() -> Finding:
-    """Report the implementation that runs. XLA's own code is right only if a setting chose it."""
+    """Name the implementation that runs. XLA is a failure unless a setting chose it."""
     return Finding("kernels", _kernels_run() or native.wants_xla(), kernels_in_words())
 
 
 def check_logits(size: str) -> Iterator[Finding]:
-    """Compare this machine's logits of a random model with XLA's on CPU in float32.
+    """Compare the logits of a random model with those of XLA on CPU in float32; nothing to compare if that runs.
 
-    size: a name of random_checkpoint.SIZES. Yields nothing if this machine computes by XLA on CPU anyway.
+    size: of random_checkpoint.SIZES.
     """
     if not _kernels_run() and jax.default_backend() == "cpu":
         return
@@ -110,11 +109,12 @@ def _lossless(pair: Pair, name: str, temperature: float) -> Finding:
 
 
 def _kernels_run() -> bool:
+    """Test whether kernels of ours run, rather than XLA's."""
     return native.available() or cuda.available()
 
 
 def _logits(params: TargetParams, config: TargetConfig, ids: np.ndarray) -> np.ndarray:
-    """Compute float32 logits [B, T, V] by passes of WIDTH rows."""
+    """Compute float32 logits [B, T, V] in passes of WIDTH rows."""
     target = GptOss(params, config)
     cache = target.init_cache(len(ids), ids.shape[1], WIDTH)
     extend = jax.jit(GptOss.extend)
@@ -128,7 +128,7 @@ def _logits(params: TargetParams, config: TargetConfig, ids: np.ndarray) -> np.n
 
 
 def verdict(findings: Sequence[Finding]) -> tuple[bool, str]:
-    """Summarise in a line: all checks pass, or the failed ones."""
+    """Return (whether all checks pass, a line that says so or names the failed ones)."""
     failed = [finding.name for finding in findings if not finding.ok]
     if not failed:
         return True, f"Right: all {len(findings)} checks pass."

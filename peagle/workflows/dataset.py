@@ -1,4 +1,4 @@
-"""Training data: the target's answers in shards, with its hidden states and best tokens by option."""
+"""Training data: the target's answers, optionally with its hidden states and best next tokens, in shards."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -9,27 +9,21 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from drafter.train.shards import (
-    Document,
-    shard_path,
-    write_shard,
-)
+from drafter.train.shards import Document, shard_path, write_shard
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
-from peagle.workflows.answers import Answer
 from target.config import default_aux_layer_ids
 from target.load import load_target
 from target.teacher import Teacher
 
-TOGETHER, PASS_TOKENS = 32, 32 * 512  # the most documents, and tokens with padding, of a teacher's pass
-SHORT, STEP, LONG_STEP = 512, 128, 1024  # a pass is a multiple of STEP wide, above SHORT of LONG_STEP
-# of documents in a message
-LENGTHS = (512, 1024, 2048, 4096, 8192)
+PASS_DOCUMENTS, PASS_TOKENS = 32, 32 * 512  # the most of a teacher's pass; tokens include padding
+SHORT, STEP, LONG_STEP = 512, 128, 1024  # a pass is a multiple of STEP wide; of LONG_STEP if wider than SHORT
+LENGTHS = (512, 1024, 2048, 4096, 8192)  # bins of documents in a message
 
 
 def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of aux_hidden: --taps or the default. Raises InputError for bad ones."""
+    """Return the layers of aux_hidden: those of --taps, or the default. Raises InputError for bad ones."""
     if typed is None:
         if num_layers < 7:
             raise InputError(f"a target of {num_layers} layers has no default taps; name them with --taps, as 0,1,2")
@@ -41,55 +35,46 @@ def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[i
     return typed
 
 
-def document(answer: Answer) -> Document:
-    """Make training data of a turn; the target's own tokens are trained."""
-    ids = np.array([*answer.prompt_ids, *answer.output_ids], np.int32)
-    return Document(ids, np.arange(len(ids)) >= len(answer.prompt_ids))
-
-
-def cut(document: Document, keep_prompt: int | None) -> Document:
-    """Keep the last so many tokens before the first trained one; None: all.
-
-    Hidden states of the tokens that stay are those of the whole text.
-    """
+def cut_prompt(document: Document, keep_prompt: int | None) -> Document:
+    """Keep the last keep_prompt tokens of a document's prompt, with what the teacher computed for them; None: all."""
     first = int(np.argmax(document.trained)) if document.trained.any() else 0
     if keep_prompt is None or first <= keep_prompt:
         return document
     kept = slice(first - keep_prompt, None)
-    target = {name: values[kept] for name, values in document.teacher.items()}
-    return Document(document.token_ids[kept], document.trained[kept], target)
+    teacher = {name: values[kept] for name, values in document.teacher.items()}
+    return Document(document.token_ids[kept], document.trained[kept], teacher)
 
 
 def lengths_in_words(sizes: Sequence[int]) -> str:
     """Say how long documents are. Example: 94 to 2,711 tokens; 40 up to 512, 12 up to 4,096."""
-    places = np.bincount(np.searchsorted(LENGTHS, sizes), minlength=len(LENGTHS) + 1)
-    parts = [f"{count:,} up to {most:,}" for count, most in zip(places, LENGTHS, strict=False) if count]
-    parts += [f"{places[-1]:,} longer than {LENGTHS[-1]:,}"] if places[-1] else []
+    counts = np.bincount(np.searchsorted(LENGTHS, sizes), minlength=len(LENGTHS) + 1)
+    parts = [f"{count:,} up to {most:,}" for count, most in zip(counts, LENGTHS, strict=False) if count]
+    parts += [f"{counts[-1]:,} longer than {LENGTHS[-1]:,}"] if counts[-1] else []
     return f"{min(sizes):,} to {max(sizes):,} tokens; {', '.join(parts)}"
 
 
-def teacher_of(directory: Path, dtype: str, aux_layer_ids: Sequence[int]) -> Teacher:
-    """Load the target to teach, with the hidden states of these layers."""
+def load_teacher(directory: Path, dtype: str, aux_layer_ids: Sequence[int]) -> Teacher:
+    """Load the target as a teacher that returns the hidden states of these layers."""
     loaded = load_target(directory, dtype=np.dtype(dtype))
     return Teacher(loaded.params, loaded.config, tuple(aux_layer_ids))
 
 
-def taught(
+def with_teacher(
     documents: Sequence[Document],
     teacher: Teacher,
     hidden: bool,
     top: int,
-    keep_prompt: int | None = None,
+    keep_prompt: int | None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Document]:
-    """Add aux_hidden (if hidden) and the target's `top` best next tokens to documents.
+    """Add the target's aux_hidden (if hidden) and its `top` best next tokens to documents.
 
-    The target reads whole documents; the last `keep_prompt` tokens of the prompt are kept, None: all. Calls
-    progress(documents read, all) after a pass.
+    The target reads whole documents; then prompts are cut (`cut_prompt`). Calls progress(documents done, total) after
+    each pass.
     """
 
     @jax.jit
-    def look(token_ids: jax.Array) -> dict[str, jax.Array]:
+    def compute(token_ids: jax.Array) -> dict[str, jax.Array]:
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None], token_ids.shape)
         logits, aux_hidden = teacher(token_ids, positions, jnp.ones_like(token_ids))
         logits = logits.astype(jnp.float32)
@@ -97,31 +82,28 @@ def taught(
         total = jax.nn.logsumexp(logits, axis=-1)
         return {"aux_hidden": aux_hidden, "top_ids": ids, "top_logits": best, "log_total": total}
 
-    kept = [
-        *(["aux_hidden"] if hidden else []),
-        *(["top_ids", "top_logits", "log_total"] if top else []),
-    ]
+    kept = ["aux_hidden"] * hidden + ["top_ids", "top_logits", "log_total"] * (top > 0)
     done: dict[int, Document] = {}
     for group, width in passes([len(document.token_ids) for document in documents]):
         interrupt.check()
         padded = np.zeros((rows_of_pass(width), width), np.int32)
-        for row, place in enumerate(group):
-            padded[row, : len(documents[place].token_ids)] = documents[place].token_ids
-        results = {name: np.asarray(values) for name, values in look(jnp.asarray(padded)).items() if name in kept}
+        for row, index in enumerate(group):
+            padded[row, : len(documents[index].token_ids)] = documents[index].token_ids
+        results = {name: np.asarray(values) for name, values in compute(jnp.asarray(padded)).items() if name in kept}
         if "aux_hidden" in results:
             results["aux_hidden"] = results["aux_hidden"].astype(ml_dtypes.bfloat16)
-        for row, place in enumerate(group):
-            own = {name: values[row, : len(documents[place].token_ids)] for name, values in results.items()}
-            done[place] = cut(dataclasses.replace(documents[place], teacher=own), keep_prompt)
+        for row, index in enumerate(group):
+            own = {name: values[row, : len(documents[index].token_ids)] for name, values in results.items()}
+            done[index] = cut_prompt(dataclasses.replace(documents[index], teacher=own), keep_prompt)
         progress(len(done), len(documents))
-    yield from (done[place] for place in range(len(documents)))
+    yield from (done[index] for index in range(len(documents)))
 
 
 def passes(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-    """Group documents by size, the shortest first; yield (their indices, the pass's width)."""
+    """Group documents into passes by size, the shortest first; yield (their indices, the width of the pass)."""
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     while order:
-        group = order[:TOGETHER]
+        group = order[:PASS_DOCUMENTS]
         while len(group) > rows_of_pass(width := _width(sizes[group[-1]])):
             group = group[:-1]
         yield group, width
@@ -129,8 +111,8 @@ def passes(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
 
 
 def rows_of_pass(width: int) -> int:
-    """Return the documents of one of the teacher's passes, by their most tokens."""
-    return min(TOGETHER, max(1, PASS_TOKENS // width))
+    """Return the most documents of a teacher's pass of this width."""
+    return min(PASS_DOCUMENTS, max(1, PASS_TOKENS // width))
 
 
 def _width(size: int) -> int:
@@ -138,8 +120,8 @@ def _width(size: int) -> int:
     return -(-size // step) * step
 
 
-def write(out: Path, number: int, documents: Sequence[Document], skipped: Sequence[str]) -> None:
-    """Write a shard. Raises InputError for one without a document, and if the disk refuses it."""
+def write_answers(out: Path, number: int, documents: Sequence[Document], skipped: Sequence[str]) -> None:
+    """Write a shard. Raises InputError for one without a document, and if it cannot be written."""
     if not documents:
         raise InputError(f"none of the prompts of shard {number} can be answered, the last: {skipped[-1]}")
     try:

@@ -1,7 +1,7 @@
-"""Evaluate a drafter during training: on held-out documents, and by the engine's acceptance."""
+"""Evaluate a drafter during training: its loss on held-out prompts, and its acceptance in the engine."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,65 +19,62 @@ from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering
-from peagle.workflows.answers import Asking, answer
-from peagle.workflows.dataset import document, taught
+from peagle.workflows.answers import AnswerOptions, answer
+from peagle.workflows.dataset import with_teacher
 from peagle.workflows.training_data import self_contained
 from target.model import GptOss
 from target.teacher import Teacher
 
 EVALUATION_TOKENS = 256
-ANSWERED_TOGETHER = 8  # held-out prompts
+SLOTS = 8  # held-out prompts that are answered at once
 
 
-class Acceptance:
-    """The engine's acceptance of a drafter on held-out prompts, greedy."""
+def acceptance_on(
+    pair: Pair, config: DrafterConfig, prompts: PromptSet, num_prompts: int, num_drafts: int
+) -> Callable[[DrafterParams], dict[str, Any]]:
+    """Return a function that decodes held-out prompts greedily with a drafter.
 
-    def __init__(
-        self, pair: Pair, config: DrafterConfig, prompts: PromptSet, num_prompts: int, num_drafts: int
-    ) -> None:
-        conversations = prompts.conversations[:num_prompts]
-        assert isinstance(pair.plain_target, GptOss)
-        self._target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
-        self._pair, self._config = pair, config
-        self._num_left_out = len(prompts.skipped)
-        self._requests = [
-            pair.request(conversation, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
-            for index, conversation in enumerate(conversations)
-        ]
-        self._shape = pair.engine_config(num_drafts, context=pair.capacity(self._requests))
+    It returns the fields of an evaluation in the log.
+    """
+    assert isinstance(pair.plain_target, GptOss)
+    target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
+    requests = [
+        pair.request(conversation, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
+        for index, conversation in enumerate(prompts.conversations[:num_prompts])
+    ]
+    engine_config = pair.engine_config(num_drafts, context=pair.capacity(requests))
 
-    def of(self, params: DrafterParams) -> dict[str, Any]:
-        """Measure a drafter."""
+    def measure(params: DrafterParams) -> dict[str, Any]:
         interrupt.check()
-        drafter = drafter_of(params, self._config)
-        engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids)
+        engine = Engine(target, drafter_of(params, config), engine_config, pair.stop_token_ids)
         engine.warm_up()
-        results = [result for request in self._requests for result in decode(engine, [request], None)]
-        quiet = [result for result in results if not result.loops]
-        whole, calm = pooled_counters(results), pooled_counters(quiet)
-        assert whole is not None
+        results = [result for request in requests for result in decode(engine, [request], None)]
+        not_looping = [result for result in results if not result.loops]
+        counters, without_loops = pooled_counters(results), pooled_counters(not_looping)
+        assert counters is not None
         return {
-            "num_speculative_tokens": self._shape.num_speculative_tokens,
+            "num_speculative_tokens": engine_config.num_speculative_tokens,
             "num_outputs": len(results),
-            "num_left_out": self._num_left_out,
-            "num_outputs_without_loops": len(quiet),
-            "acceptance_length": whole.acceptance_length,
-            "acceptance_length_without_loops": None if calm is None else calm.acceptance_length,
-            "acceptance_rate_per_position": list(whole.acceptance_rate_per_position),
+            "num_left_out": len(prompts.skipped),
+            "num_outputs_without_loops": len(not_looping),
+            "acceptance_length": counters.acceptance_length,
+            "acceptance_length_without_loops": None if without_loops is None else without_loops.acceptance_length,
+            "acceptance_rate_per_position": list(counters.acceptance_rate_per_position),
         }
 
+    return measure
 
-def answered(pair: Pair, prompts: PromptSet, num_prompts: int, width: int) -> list[Document]:
-    """Let the target answer held-out prompts greedily, to measure the drafter's loss on them.
 
-    Raises InputError if no prompt leaves room for an answer in a row of so many tokens.
+def answer_held_out(pair: Pair, prompts: PromptSet, num_prompts: int, width: int) -> list[Document]:
+    """Let the target answer held-out prompts greedily, for the drafter's loss on them.
+
+    Raises InputError if no prompt leaves room for an answer in a row of `width` tokens.
     """
     skipped: list[str] = []
-    asking = Asking(Rendering(), SamplingParams(), EVALUATION_TOKENS, min(width, pair.max_positions), ANSWERED_TOGETHER)
+    options = AnswerOptions(Rendering(), SamplingParams(), EVALUATION_TOKENS, min(width, pair.max_positions), SLOTS)
     conversations = prompts.conversations[:num_prompts]
-    answers = answer(pair, conversations, asking, 0, skipped.append, lambda _: None)
-    documents = list(map(document, answers))
-    if not any(turn.trained.any() for turn in documents):
+    documents = list(answer(pair, conversations, options, 0, skipped.append, lambda: None))
+    if not any(document.trained.any() for document in documents):
         raise InputError(
             f"--evaluate {prompts.name}: no prompt leaves room for an answer in the {width} tokens of a row"
             f"{f', the first: {skipped[0]}' if skipped else ''}; give a larger --width, or --held-out 0"
@@ -85,20 +82,20 @@ def answered(pair: Pair, prompts: PromptSet, num_prompts: int, width: int) -> li
     return documents
 
 
-def taught_alike(
+def with_same_teacher(
     held_out: Sequence[Document], documents: Sequence[Document], teacher: Teacher, keep_prompt: int | None
 ) -> list[Document]:
-    """Teach held-out documents as the training's, if the target does not run in training."""
+    """Add to held-out documents what the target computed for the training's, if those hold it."""
     if not self_contained(documents):
         return list(held_out)
     top = min(document.teacher["top_ids"].shape[1] for document in documents)
-    return list(taught(held_out, teacher, hidden=True, top=top, keep_prompt=keep_prompt))
+    return list(with_teacher(held_out, teacher, hidden=True, top=top, keep_prompt=keep_prompt))
 
 
 def known_prompts(held_out: Sequence[Document], documents: Sequence[Document]) -> str | None:
-    """Return a warning about held-out prompts in the training data, or None."""
-    known = {_prompt(document) for document in documents}
-    count = sum(_prompt(document) in known for document in held_out)
+    """Return a warning about held-out prompts that are in the training data, or None."""
+    trained = {_prompt(document) for document in documents}
+    count = sum(_prompt(document) in trained for document in held_out)
     if not count:
         return None
     return (

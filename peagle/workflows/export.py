@@ -1,4 +1,4 @@
-"""Write a drafter in another dialect, bit for bit, with a model card."""
+"""Write a drafter in another dialect, with the same bits in its tensors, and with a model card."""
 
 import dataclasses
 import json
@@ -47,19 +47,19 @@ In this folder:
 
 {elsewhere}
 """
-CURVE = "curve.svg"  # of a training, beside its log; a copy stands beside the card
-IN_GROUPS = "All drafting layers should belong to the same kv cache group"  # what vLLM says
+CURVE = "curve.svg"  # of a training, beside its log; a card has a copy
+IN_GROUPS = "All drafting layers should belong to the same kv cache group"  # vLLM's error
 ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """A written drafter: its config before and after, and the reasons of those that cannot load it."""
+    """A written drafter."""
 
-    stored: DrafterConfig
-    config: DrafterConfig
-    refused: Mapping[str, str]
-    verifier: str | None  # the target, as it was written
+    stored: DrafterConfig  # before
+    config: DrafterConfig  # as written
+    refused: Mapping[str, str]  # by engine that cannot load it: the reason
+    verifier: str | None  # the target, as written
 
 
 def export(
@@ -67,18 +67,18 @@ def export(
 ) -> Exported:
     """Write the drafter in the dialect with its card, and check that it reads back bit for bit.
 
-    verifier: the target's name for others; None: that in the record of the drafter's training. If it is a folder, it
-    provides the embedding, head and positions that the drafter does not store. Raises InputError for files that cannot
-    be read, for a folder that holds files, and for a drafter that nobody else could load in that dialect.
+    verifier: the target; None: that in the record of the drafter's training. A folder provides the embedding, head and
+    positions that the drafter does not store. Raises InputError for files that cannot be read, for a folder that holds
+    files, and for a drafter that vLLM cannot load in that dialect.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists; expected a new folder, so that nothing is overwritten")
-    shared_tensors(source)  # first, so that an absent folder is the error
+    shared_tensors(source)  # raises for an absent folder, before other errors
     trained_for = _trained_for(source) if verifier is None else None
     verifier = name_for_others(trained_for) if verifier is None else name_for_others(verifier) or verifier
     if dialect == "speculators" and verifier is None:
-        why = f", and {trained_for}, the training's, is not there" if trained_for else ""
-        raise InputError(f"--dialect speculators needs --verifier, the target: it loads no drafter without{why}")
+        why = f": {trained_for}, the training's, is not there" if trained_for else ""
+        raise InputError(f"--dialect speculators needs --verifier, the name or folder of the target{why}")
     target_directory = None if verifier is None else target_folder(verifier)
     target = None
     if target_directory is not None:
@@ -87,7 +87,7 @@ def export(
         aux_layer_ids = layers.outputs if layers.reread else aux_layer_ids
     params, stored = _load(source, target_directory, aux_layer_ids)
     refused = refused_by(stored, dialect)
-    if VLLM in refused:  # which reads both dialects
+    if VLLM in refused:  # vLLM reads both dialects
         remedy = "" if VLLM in refused_by(stored, "speculators") else "; take --dialect speculators, which it does load"
         raise InputError(f"{source} cannot be loaded by {' or '.join(refused)}: {refused[VLLM]}{remedy}")
     params, config = sort_aux_layers(params, with_positions(stored, target, source))
@@ -96,16 +96,16 @@ def export(
     write_with_card(out, params, config, dialect, verifier, target, source.parent, files)
     shared = shared_tensors(out)
     ends: dict[str, Any] = {"target_embedding": params.embedding, "target_lm_head": params.lm_head} if shared else {}
-    again, config_again = load_drafter(out, **ends)
-    if config_again != config or not _equal(params, again):
+    read_back = load_drafter(out, **ends)
+    if read_back[1] != config or not _equal(params, read_back[0]):
         raise InputError(f"the files in {out} do not read back the same; please report this drafter")
     return Exported(stored, config, refused, verifier)
 
 
 def with_positions(config: DrafterConfig, target: TargetConfig | None, name: Path) -> DrafterConfig:
-    """Give a drafter without max_positions the target's. Raises InputError without a target.
+    """Give a drafter without max_positions those of the target. Raises InputError without a target.
 
-    vLLM takes 2048 for a config.json without them, and stops drafting there.
+    vLLM reads 2048 from a config.json without them, and stops drafting there.
     """
     if config.max_positions is not None:
         return config
@@ -118,7 +118,7 @@ def with_positions(config: DrafterConfig, target: TargetConfig | None, name: Pat
 
 
 def _trained_for(source: Path) -> str | None:
-    """Return the target in the record of the training that the drafter lies in."""
+    """Return the target of the training whose folder holds the drafter; None if no record names it."""
     record = read_record(source.parent)
     return None if record is None or COMMAND not in record else record[COMMAND]["target"] or DEMO
 
@@ -128,7 +128,7 @@ def _load(
 ) -> tuple[DrafterParams, DrafterConfig]:
     """Load the drafter, with the target's embedding and head if it stores none.
 
-    Raises InputError if it needs a target.
+    Raises InputError if it needs them and no target is named.
     """
     shared = shared_tensors(source)
     if shared and target_directory is None:
@@ -148,21 +148,20 @@ def write_with_card(
     verifier: str | None,
     target: TargetConfig | None,
     run: Path,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes],
 ) -> None:
-    """Write the folder: the drafter, its card and the other files.
+    """Write the drafter, its card and other files into a folder.
 
     verifier: the target's name for others; target: its config, if known. run: the drafter's folder of peagle train, if
-    it has one; the card shows a copy of its curve.
+    it is one: the card then describes the training, with a copy of its curve.
     """
-    beside = {"README.md": encoded(card(config, dialect, verifier, target, run))}
-    if _shows_curve(run):
-        beside[CURVE] = (run / CURVE).read_bytes()
-    save_drafter(out, params, config, dialect, verifier, {**(files or {}), **beside})
+    written = {**files, "README.md": encoded(card(config, dialect, verifier, target, run))}
+    if _is_training(run) and (run / CURVE).is_file():
+        written[CURVE] = (run / CURVE).read_bytes()
+    save_drafter(out, params, config, dialect, verifier, written)
 
 
 def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path) -> str:
-    """Render the model card."""
     c = config
     all_tokens = c.draft_vocab_size == c.vocab_size
     return CARD.format(
@@ -187,7 +186,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
 
 
 def _slots(config: DrafterConfig) -> str:
-    """Describe the mask slots."""
+    """Describe how many drafts a pass gives, and by which mask token."""
     if not config.parallel:
         return "one draft a pass"
     block = "" if config.most_drafts is None else f", up to {config.most_drafts} of them"
@@ -195,12 +194,12 @@ def _slots(config: DrafterConfig) -> str:
 
 
 def coverage_in_data(measured: Coverage | None) -> str:
-    """Continue a line about a narrowed vocabulary with its coverage, if that is known."""
+    """Continue a line about a draft vocabulary with its coverage, if that was measured."""
     return "" if measured is None else f"; in its training data {measured.in_words()}"
 
 
 def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: TargetConfig | None) -> str:
-    """Write how other servers run the drafter, or why they cannot."""
+    """Say how the speculators package and vLLM load the drafter, or why they cannot."""
     refused = refused_by(config, dialect)
     lines = []
     if dialect == "speculators":
@@ -230,14 +229,14 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
 
 
 def spread_over_groups(config: DrafterConfig, target: TargetConfig) -> bool:
-    """Test whether vLLM would put the drafter's layers into several KV cache groups, and stop.
+    """Test whether vLLM would put the drafter's layers into several KV cache groups, which it refuses.
 
-    It cuts the layers of every kind into groups of one size: the size of the largest kind if that is less than 1.5
-    times the smallest, else that of the smallest. A kind is a cache shape and a window: a drafter's layers count among
-    the target's of their window, or are a kind of their own (vLLM 0.32, v1/core/kv_cache_utils.py).
+    vLLM cuts each kind of layer (cache shape and window; the drafter's count with the target's) into groups of one
+    size. That is the count of the largest kind if it is less than 1.5 times that of the smallest, else that of the
+    smallest (vLLM 0.32, v1/core/kv_cache_utils.py).
 
-    Example: 4 sliding and 4 full layers. A drafter of 1 makes 4 and 5, groups of 5; one of 2 makes 4 and 6, groups of
-    4, and its two layers fall into two. With 12 and 12 a drafter of 4 makes 12 and 16, groups of 16.
+    Example: a target of 4 sliding and 4 full layers. One full drafter layer makes 4 and 5, so groups of 5; two make 4
+    and 6, so groups of 4, and the drafter's are in two. With 12 and 12 four make 12 and 16, so groups of 16.
     """
     heads, own_heads = (target.num_kv_heads, target.head_dim), (config.num_kv_heads, config.head_dim)
     own = Counter((own_heads, config.window(layer)) for layer in range(config.num_layers))
@@ -253,12 +252,8 @@ def _is_training(run: Path) -> bool:
     return (run / RECIPE).is_file() and (run / LOG).is_file()
 
 
-def _shows_curve(run: Path) -> bool:
-    return _is_training(run) and (run / CURVE).is_file()
-
-
 def _training(run: Path) -> str:
-    """Describe the training and its acceptance, if the folder is that of one."""
+    """Describe a training and its acceptance; "" for another folder."""
     if not _is_training(run):
         return ""
     record = json.loads((run / RECIPE).read_text(encoding="utf-8"))
@@ -277,18 +272,19 @@ def _training(run: Path) -> str:
     ]
     if evaluations := [line["evaluation"] for line in log if "evaluation" in line]:
         last = evaluations[-1]
-        calm, quiet = last["acceptance_length_without_loops"], last["num_outputs_without_loops"]
+        length, num_outputs = last["acceptance_length_without_loops"], last["num_outputs_without_loops"]
         lines += [
             f"Acceptance length on {last['num_outputs']} held-out prompts, greedy, "
             f"K = {last['num_speculative_tokens']}: {figure_text(last['acceptance_length'], '.2f')}"
-            + ("." if calm is None else f"; {calm:.2f} on the {quiet} whose output does not loop."),
+            + ("." if length is None else f"; {length:.2f} on the {num_outputs} whose output does not loop."),
             "",
         ]
-    if _shows_curve(run):
+    if (run / CURVE).is_file():
         lines += [f"![Loss, right drafts and acceptance length over the steps]({CURVE})", ""]
     return "\n".join(lines)
 
 
 def _equal(one: DrafterParams, other: DrafterParams) -> bool:
+    """Test whether all leaves have equal bits."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)

@@ -1,6 +1,4 @@
-"""Follow process 0: load this process's ranks of the same models, then run its messages."""
-
-from typing import Any
+"""Follow process 0: load this process's ranks of the models, and run the verbs of its engines."""
 
 from peagle.engine.remote import Follower
 from peagle.loading import load
@@ -12,13 +10,20 @@ from peagle.processes import Team
 
 
 def follow(team: Team) -> int:
-    """Run the messages of process 0; return the exit code. Raises InputError as `load` does."""
+    """Run process 0's messages until it ends; return the exit code. Raises InputError as `load` does."""
     pair: Pair | None = None
     follower: Follower | None = None
-    while "end" not in (message := _next(team)):
+    while True:
+        with interrupt.waiting():
+            message = team.receive()
+        if "end" in message:
+            break
         if "load" in message:
             _check_kernels(message["kernels"])
-            pair = load(**_arguments(message["load"]))
+            arguments = message["load"]
+            if arguments["aux_layer_ids"] is not None:  # JSON has made it a list
+                arguments["aux_layer_ids"] = tuple(arguments["aux_layer_ids"])
+            pair = load(**arguments)
             follower = Follower(pair.engines.models.of, pair.engines.models.lookup)
         elif "margin" in message:
             assert pair is not None
@@ -32,20 +37,10 @@ def follow(team: Team) -> int:
     return 0
 
 
-def _next(team: Team) -> dict[str, Any]:
-    with interrupt.waiting():
-        return team.receive()
-
-
 def _check_kernels(leaders: str | None) -> None:
-    """Raise InputError for other kernels, and so other bits, than process 0's."""
+    """Raise InputError for other kernels than process 0's, which round differently."""
     if (ours := native.status()[0]) != leaders:
         raise InputError(
             f"its kernels are {ours or native.XLA}, those of process 0 {leaders or native.XLA}; expected the same: set "
             f"{native.VARIABLE} to kernels that all machines have"
         )
-
-
-def _arguments(sent: dict[str, Any]) -> dict[str, Any]:
-    layers = sent["aux_layer_ids"]
-    return {**sent, "aux_layer_ids": None if layers is None else tuple(layers)}

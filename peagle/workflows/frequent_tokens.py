@@ -1,4 +1,4 @@
-"""Count the tokens that a target writes, for a smaller draft vocabulary (drafter.vocabulary)."""
+"""List a target's most frequent tokens, for a smaller draft vocabulary (drafter.vocabulary)."""
 
 import dataclasses
 import json
@@ -15,29 +15,29 @@ from peagle.ops.files import reason_of
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """The coverage of a list of frequent tokens."""
+    """A list of frequent tokens, and its coverage of the answers."""
 
     num_listed: int
-    num_counted: int  # tokens of all answers
-    shares: dict[int, float]  # N: the share of the counted tokens that are among the first N listed
+    num_counted: int  # tokens of the answers
+    shares: dict[int, float]  # by N: share of these that are among the first N listed
 
 
 def list_frequent_tokens(files: Sequence[Path], out: Path) -> Counted:
-    """Write a list of every token in the files' answers, the most frequent first.
+    """Write a list of all tokens in the files' answers, the most frequent first.
 
-    files: documents of `peagle generate --json` and `speculate --json`, and shards of `peagle data`. Raises InputError
-    if one is neither, and if there is no token in them.
+    files: from `peagle generate --json`, `speculate --json`, and shards of `peagle data`. Raises InputError for other
+    files, and if they hold no token.
     """
     counts = [_count(path) for path in files]
     total = np.zeros(max(map(len, counts), default=0), np.int64)
     for count in counts:
         total[: len(count)] += count
     if not total.any():
-        raise InputError("not one token in these files; expected answers to count")
+        raise InputError("these files hold no token of an answer; expected answers to count")
     listed = write_frequent_tokens(out, total)
     shares = np.cumsum(np.sort(total)[::-1]) / total.sum()
-    marks = [size for size in (listed >> shift for shift in (4, 3, 2, 1)) if size]
-    return Counted(listed, int(total.sum()), {size: float(shares[size - 1]) for size in marks})
+    sizes = [size for size in (listed >> shift for shift in (4, 3, 2, 1)) if size]
+    return Counted(listed, int(total.sum()), {size: float(shares[size - 1]) for size in sizes})
 
 
 def _count(path: Path) -> np.ndarray:

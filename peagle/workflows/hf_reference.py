@@ -1,6 +1,6 @@
 """Compare a target with the GPT-OSS of transformers, if torch is installed.
 
-The only module of the packages that may import torch; no result depends on it.
+No other module of the packages may import torch.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import numpy as np
 from peagle.ops.memory import available_memory_bytes, size_in_words
 from target.load import inspect_target
 
-# the largest difference that counts as equal, in standard deviations of a layer's output, by our dtype; the reference's
-# is float32
+# by our dtype, the largest difference from the float32 reference that counts as equal, in standard deviations of a
+# layer's output
 CLOSE = {"float32": 2e-2, "bfloat16": 0.5}
 
 
@@ -25,13 +25,13 @@ class Layers:
     reference: str | None  # None: not compared
     why_not: str | None
     max_difference: tuple[float, ...] = ()  # in standard deviations of the layer's output
-    cosine: tuple[float, ...] = ()  # the least over tokens
-    close: float = 0.0  # the largest difference that counts as equal
+    cosine: tuple[float, ...] = ()  # the least of any token
+    close: float = 0.0  # as CLOSE
 
     @property
     def first_wrong(self) -> int | None:
-        """The first layer with an output that differs from the reference's."""
-        return next((layer for layer, far in enumerate(self.max_difference) if far > self.close), None)
+        """The first layer whose output differs from the reference's."""
+        return next((layer for layer, most in enumerate(self.max_difference) if most > self.close), None)
 
     @property
     def fine(self) -> bool:
@@ -39,7 +39,6 @@ class Layers:
 
     @property
     def lines(self) -> list[str]:
-        """The report, in lines."""
         if self.reference is None:
             return [f"target       not compared: {self.why_not}"]
         if self.fine:
@@ -57,7 +56,7 @@ class Layers:
 def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, dtype: str) -> Layers:
     """Compare our layer outputs, hidden [n, L, D], with those of transformers' model.
 
-    transformers returns the last layer's output only after the final norm, so that layer is left out.
+    Leaves out the last layer, whose output transformers returns only after the final norm.
     """
     if importlib.util.find_spec("torch") is None:
         return Layers(None, "transformers' model needs torch, which is not installed; pip install torch")
@@ -68,7 +67,7 @@ def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, d
     import transformers
     from transformers.utils import logging
 
-    hf: Any = transformers  # resolved at run time
+    hf: Any = transformers  # its names are made at run time
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     eager: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -81,15 +80,14 @@ def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, d
         model = hf.GptOssForCausalLM.from_pretrained(
             directory, dtype=torch.float32, quantization_config=quantised, local_files_only=True, **eager
         ).eval()
-    except Exception as error:  # of any kind that transformers raises
+    except Exception as error:  # transformers raises many kinds
         return Layers(None, f"transformers cannot read it: {' '.join(str(error).split())[:200]}")
     with torch.no_grad():
         out = model(torch.from_numpy(token_ids[None].astype(np.int64)), output_hidden_states=True, use_cache=False)
-    theirs = [state[0].float().numpy() for state in out.hidden_states[1:-1]]
-    far, near = [], []
-    for layer, expected in enumerate(theirs):
-        ours = hidden[:, layer]
-        far.append(float(np.abs(ours - expected).max() / expected.std()))
-        dots = (ours * expected).sum(-1) / np.linalg.norm(ours, axis=-1) / np.linalg.norm(expected, axis=-1)
-        near.append(float(dots.min()))
-    return Layers("transformers", None, tuple(far), tuple(near), CLOSE[dtype])
+    differences, cosines = [], []
+    for layer, state in enumerate(out.hidden_states[1:-1]):
+        ours, theirs = hidden[:, layer], state[0].float().numpy()
+        differences.append(float(np.abs(ours - theirs).max() / theirs.std()))
+        dots = (ours * theirs).sum(-1) / np.linalg.norm(ours, axis=-1) / np.linalg.norm(theirs, axis=-1)
+        cosines.append(float(dots.min()))
+    return Layers("transformers", None, tuple(differences), tuple(cosines), CLOSE[dtype])

@@ -1,4 +1,4 @@
-"""The drafter that a training begins with: its shape, its vocabulary and its first parameters."""
+"""The drafter that a training begins with: its config, draft vocabulary and first parameters."""
 
 import dataclasses
 import warnings
@@ -25,23 +25,16 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig
 from peagle.workflows.dataset import chosen_aux_layers
-from peagle.workflows.training_data import answers
+from peagle.workflows.training_data import answer_tokens
 from target.config import TargetConfig
 from target.load import LoadedTarget
 from target.params import TargetParams
 
 KINDS: dict[KindName, Kind] = {"p-eagle": "P-EAGLE", "eagle-3": "EAGLE-3", "dflash": "DFlash"}
 LAYERS: dict[Kind, int] = {"P-EAGLE": 4, "EAGLE-3": 1, "DFlash": 5}  # as in the papers
-BLOCKS_FRAC = 1 / 6  # of a row's tokens that begin a DFlash drafter's block; in its paper 512 of 3072
-DRAFT_DECAY = ((7, 4.0), (9, 5.0))  # (most drafts, decay), in its paper for blocks of 8 and 10
-LATEST_DECAY = 7.0  # for 16
-
-
-def kind_of(shape: DrafterShape) -> Kind | None:
-    """Return the kind of drafter that the options name; None: they name none."""
-    if shape.autoregressive:
-        return "EAGLE-3"
-    return None if shape.kind is None else KINDS[shape.kind]
+BLOCKS_FRAC = 1 / 6  # blocks of a row per token, for DFlash; in its paper 512 blocks in 3072 tokens
+DRAFT_DECAY = ((7, 4.0), (9, 5.0))  # (most drafts, decay) of blocks of 8 and of 10, in its paper
+LATEST_DECAY = 7.0  # of blocks of 16
 
 
 def drafter_config(
@@ -52,45 +45,78 @@ def drafter_config(
     documents: Sequence[Document],
     depth: int,
 ) -> tuple[DrafterConfig, DraftVocab | None]:
-    """Return the shape and draft vocabulary of --init, or new ones with the target's sizes.
+    """Return the config of --init, or a new one with the target's sizes; and a new draft vocabulary.
 
-    depth: the drafts to train; a new DFlash drafter's block has as many.
+    depth: the drafts to train, and those of a new DFlash drafter's block. Raises InputError for options that contradict
+    each other, --init or the target.
     """
-    vocab, kind = None, kind_of(shape)
+    vocab, kind = None, None if shape.kind is None else KINDS[shape.kind]
+    if shape.autoregressive:
+        kind = "EAGLE-3"
     if shape.draft_vocab is not None:
         vocab = _draft_vocab(shape.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
     if shape.init is not None:
-        checkpoint = read_checkpoint(resolve(shape.init, "drafter"))
-        config = parse_config(checkpoint, shape.aux_layer_ids)
-        if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
-            raise InputError(f"--init {shape.init} does not fit the target; use a drafter of this target")
-        if kind not in (None, config.kind):
-            option = "--autoregressive" if shape.autoregressive else "--drafter"
-            raise InputError(f"--init {shape.init} is a {config.kind} drafter; leave out {option}, or --init")
+        config = _config_of_init(shape, shape.init, kind, target, directory)
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
-        layers = fitting_aux_layers(target, checkpoint, directory, shape.init, shape.aux_layer_ids)
-        if layers.doubt is not None:
-            warnings.warn(layers.doubt, InputWarning, stacklevel=2)
-        config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
-        _check_shape_of_init(shape, config)
         return _with_window(config, shape), None
     if shape.aux_layer_ids is not None:
-        raise InputError("--aux-layer-ids says what --init reads, and there is none; a new drafter's are --taps")
-    kind = kind or "P-EAGLE"
-    num_layers = shape.layers or LAYERS[kind]
-    aux_layer_ids = shape.taps
-    if kind == "DFlash":
-        _check_shape_of_block(shape, target)
-        aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
-    aux_layer_ids = chosen_aux_layers(aux_layer_ids, target.num_layers)
-    hidden = shape.hidden_size or target.hidden_size
-    head_dim = shape.head_dim or target.head_dim
-    if kind == "EAGLE-3" and (shape.mask_token is not None or shape.mask_hiddens > 1):
-        raise InputError("an EAGLE-3 drafter has no mask slots; leave out --mask-token and --mask-hiddens")
+        raise InputError("--aux-layer-ids needs --init; name the layers of a new drafter with --taps")
     mask_token = shape.mask_token
     if mask_token is None and kind != "EAGLE-3":
         mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
+    config = _new_config(shape, kind or "P-EAGLE", target, mask_token, depth)
+    if vocab is not None:
+        config = dataclasses.replace(config, draft_vocab_size=len(vocab.token_ids))
+    return _with_window(config, shape), vocab
+
+
+def _config_of_init(
+    shape: DrafterShape, init: str, kind: Kind | None, target: TargetConfig, directory: Path
+) -> DrafterConfig:
+    """Read the config of --init, and check it against the target and the other options."""
+    checkpoint = read_checkpoint(resolve(init, "drafter"))
+    config = parse_config(checkpoint, shape.aux_layer_ids)
+    if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise InputError(f"--init {init} does not fit the target; use a drafter of this target")
+    if kind not in (None, config.kind):
+        option = "--autoregressive" if shape.autoregressive else "--drafter"
+        raise InputError(f"--init {init} is a {config.kind} drafter; leave out {option}, or --init")
+    layers = fitting_aux_layers(target, checkpoint, directory, init, shape.aux_layer_ids)
+    if layers.doubt is not None:
+        warnings.warn(layers.doubt, InputWarning, stacklevel=2)
+    config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
+    options = {
+        "--layers": (shape.layers, config.num_layers),
+        "--hidden-size": (shape.hidden_size, config.hidden_size),
+        "--heads": (shape.heads, config.num_heads),
+        "--kv-heads": (shape.kv_heads, config.num_kv_heads),
+        "--head-dim": (shape.head_dim, config.head_dim),
+        "--mlp-width": (shape.mlp_width, config.mlp_width),
+        "--taps": (shape.taps, config.aux_layer_ids),
+        "--mask-token": (shape.mask_token, config.mask_token_id),
+        "--mask-hiddens": (shape.mask_hiddens if shape.mask_hiddens > 1 else None, config.num_mask_hiddens),
+    }
+    for option, (typed, has) in options.items():
+        if typed is not None and typed != has:
+            raise InputError(f"{option} asks for {typed}, but --init {init} has {has}; leave out one of them")
+    return config
+
+
+def _new_config(
+    shape: DrafterShape, kind: Kind, target: TargetConfig, mask_token: int | None, depth: int
+) -> DrafterConfig:
+    """Make the config of a new drafter of all tokens."""
+    num_layers = shape.layers or LAYERS[kind]
+    aux_layer_ids = shape.taps
+    if kind == "DFlash":
+        _check_dflash(shape, target)
+        aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
+    aux_layer_ids = chosen_aux_layers(aux_layer_ids, target.num_layers)
+    if kind == "EAGLE-3" and (shape.mask_token is not None or shape.mask_hiddens > 1):
+        raise InputError("an EAGLE-3 drafter has no mask slots; leave out --mask-token and --mask-hiddens")
+    hidden = shape.hidden_size or target.hidden_size
+    head_dim = shape.head_dim or target.head_dim
     config = DrafterConfig(
         hidden_size=hidden,
         num_layers=num_layers,
@@ -100,7 +126,7 @@ def drafter_config(
         mlp_width=shape.mlp_width or 2 * hidden,
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size if vocab is None else len(vocab.token_ids),
+        draft_vocab_size=target.vocab_size,
         mask_token_id=mask_token,
         num_mask_hiddens=shape.mask_hiddens,
         rope=RopeConfig(head_dim, 10000.0),
@@ -108,13 +134,13 @@ def drafter_config(
         aux_layer_ids=aux_layer_ids,
         rms_norm_eps=target.rms_norm_eps,
     )
-    if kind == "DFlash":
-        config = dataclasses.replace(config, qk_norm=True, block_size=depth + 1, num_target_layers=target.num_layers)
-    return _with_window(config, shape), vocab
+    if kind != "DFlash":
+        return config
+    return dataclasses.replace(config, qk_norm=True, block_size=depth + 1, num_target_layers=target.num_layers)
 
 
-def _check_shape_of_block(shape: DrafterShape, target: TargetConfig) -> None:
-    """Raise InputError for options that contradict the shared ends of a DFlash drafter."""
+def _check_dflash(shape: DrafterShape, target: TargetConfig) -> None:
+    """Raise InputError for options that do not fit a DFlash drafter, which has the target's embedding and head."""
     if shape.hidden_size not in (None, target.hidden_size):
         raise InputError(
             f"hidden_size is {shape.hidden_size}; expected the target's {target.hidden_size}, since a DFlash drafter "
@@ -132,7 +158,7 @@ def _check_shape_of_block(shape: DrafterShape, target: TargetConfig) -> None:
 
 
 def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
-    """Set the drafter's window: that of the option; by default that of --init in decoding."""
+    """Set the window of the option; by default the one with which --init decodes."""
     if shape.drafter_window == AUTO:
         window = None if shape.init is None else chosen_window(resolve(shape.init, "drafter"), AUTO)
     else:
@@ -143,44 +169,26 @@ def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
 def _draft_vocab(
     typed: str, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...], documents: Sequence[Document]
 ) -> DraftVocab:
-    """Choose the target's N most frequent tokens in the data, or those of a file."""
+    """Choose the N most frequent tokens of the data's answers, or those of a file."""
     if not typed.isdecimal():
         return choose(typed, directory, vocab_size, stop_token_ids)
     count = int(typed)
     check_count(count, vocab_size)
-    written = np.concatenate(list(answers(documents)))
+    written = np.concatenate(list(answer_tokens(documents)))
     frequent = by_frequency(np.bincount(written[(written >= 0) & (written < vocab_size)], minlength=vocab_size))
     return DraftVocab(first_of([*stop_token_ids, *frequent], vocab_size, count), "frequency in the training data")
 
 
 def _free_token(documents: Sequence[Document], vocab_size: int, stop_token_ids: Sequence[int]) -> int:
-    """Return the highest token id that the data never uses, for mask slots; else the rarest."""
+    """Return the highest token id that the data does not use, for mask slots; else the rarest."""
     ids = np.concatenate([document.token_ids for document in documents])
     uses = np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size)
     uses[list(stop_token_ids)] = np.iinfo(uses.dtype).max
     return int(vocab_size - 1 - np.argmin(uses[::-1]))
 
 
-def _check_shape_of_init(shape: DrafterShape, config: DrafterConfig) -> None:
-    """Raise InputError for an option that contradicts the shape of --init."""
-    options = {
-        "--layers": (shape.layers, config.num_layers),
-        "--hidden-size": (shape.hidden_size, config.hidden_size),
-        "--heads": (shape.heads, config.num_heads),
-        "--kv-heads": (shape.kv_heads, config.num_kv_heads),
-        "--head-dim": (shape.head_dim, config.head_dim),
-        "--mlp-width": (shape.mlp_width, config.mlp_width),
-        "--taps": (shape.taps, config.aux_layer_ids),
-        "--mask-token": (shape.mask_token, config.mask_token_id),
-        "--mask-hiddens": (shape.mask_hiddens if shape.mask_hiddens > 1 else None, config.num_mask_hiddens),
-    }
-    for option, (typed, has) in options.items():
-        if typed is not None and typed != has:
-            raise InputError(f"{option} asks for {typed}, but --init {shape.init} has {has}; leave out one of them")
-
-
 def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_option: bool) -> None:
-    """Raise InputError for a window that hides a chain's anchor, or that hides nothing."""
+    """Raise InputError for a window too small for --depth, and for an option that hides nothing."""
     window = config.narrowest_window
     if window is None:
         return
@@ -200,7 +208,7 @@ def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_
 def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
     """Set the defaults of a DFlash drafter's blocks.
 
-    Raises InputError for its options beside another kind of drafter, and for another depth than its blocks'.
+    Raises InputError for options of blocks with another kind of drafter, and for a depth that is not the blocks'.
     """
     if config.most_drafts is None:
         for name, value in (("blocks", learning.blocks), ("draft_decay", learning.draft_decay)):
@@ -226,13 +234,13 @@ def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
 def initial_params(
     init: str | None, seed: int, config: DrafterConfig, loaded: LoadedTarget, vocab: DraftVocab | None
 ) -> DrafterParams:
-    """Make the first parameters: those of --init, or random layers.
+    """Load the parameters of --init, or make new ones.
 
-    If the widths agree, a new drafter has the target's embedding, final norm and head, and an fc that passes the last
-    of aux_hidden through.
+    New layers are random. If the hidden sizes agree, the embedding, final norm and head are the target's, and fc passes
+    the last of the aux_hidden through.
     """
     if init is not None:
-        return given_params(init, loaded, config.aux_layer_ids)
+        return init_params_of(init, loaded, config.aux_layer_ids)
     params = init_params(config, jax.random.key(fold_seed(seed)))
     ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
     params = dataclasses.replace(params, draft_to_target=ids)
@@ -250,16 +258,12 @@ def initial_params(
     )
 
 
-def given_params(name: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ...] | None = None) -> DrafterParams:
-    """Load the drafter of --init. It has the target's embedding and head if it stores none."""
-    directory = resolve(name, "drafter")
+def init_params_of(init: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ...] | None = None) -> DrafterParams:
+    """Load the parameters of --init, with the target's embedding and head if it stores none."""
+    directory = resolve(init, "drafter")
     embedding = lm_head = None
-    if shared_tensors(directory):  # copies: a step of training overwrites them
+    if shared_tensors(directory):  # copies, because training overwrites them
         embedding, lm_head = jnp.array(loaded.params.embedding), jnp.array(cast(jax.Array, loaded.params.lm_head))
     return load_drafter(
-        directory,
-        jnp.float32,
-        target_embedding=embedding,
-        target_lm_head=lm_head,
-        aux_layer_ids=aux_layer_ids,
+        directory, jnp.float32, target_embedding=embedding, target_lm_head=lm_head, aux_layer_ids=aux_layer_ids
     )[0]

@@ -1,11 +1,9 @@
-"""Find out why a drafter's acceptance is low: compare the engine's drafts with references.
+"""Find out why a drafter's acceptance is low: compare the engine's drafts with others at the same positions.
 
 Two kinds of faults lower acceptance without a message. The engine may run the checkpoint incorrectly: then its drafts
-differ from those of the same drafter replayed step by step, and the pattern of differences shows the fault (`explain`).
-Or the checkpoint, or the prompt format, is not the one the drafter was trained with: then another reading of the
-checkpoint is accepted more often (`causes`).
-
-All comparisons are made at the positions of a greedy text at which the engine drafted.
+differ from those of the same drafter replayed by itself, and the pattern of the differences shows the fault
+(`explain`). Or the drafter was trained with other settings, or with another prompt format, than the checkpoint says:
+then another reading of the checkpoint is accepted more often (`causes`).
 """
 
 import dataclasses
@@ -23,43 +21,30 @@ from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.protocols import Drafter
 
 FOLLOWS = 0.9  # share of the steps that must follow a fault's pattern
-CHANCE = 0.05  # a pattern must be less likely than this by chance
-LEAST_GAIN = 0.1  # of a cause, in tokens a step
-LEAST_FRAC = 0.05  # of a cause, over the acceptance length as it is
-LENGTHS = 256  # cache lengths are multiples of this, so that texts share programs
-PLACES = 32  # likewise the numbers of places
+CHANCE = 0.05  # the pattern's probability without the fault must be lower
+LEAST_GAIN, LEAST_FRAC = 0.1, 0.05  # that a cause must gain: tokens a step, and share of the acceptance length
+LENGTHS, STEPS = 256, 32  # cache lengths and numbers of steps are multiples of these, so that texts share programs
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """A prompt with its greedy answer, and the engine's drafts."""
+class DraftedText:
+    """A prompt with its greedy answer, and the engine's drafts in each step that drafted."""
 
     token_ids: np.ndarray  # [n] int32
     aux_hidden: np.ndarray  # [n, A]
-    places: tuple[int, ...]  # of each step: the length of the target's cache; token_ids[place] was the pending token
-    drafts: tuple[tuple[int, ...], ...]  # of each step
-    num_accepted: tuple[int, ...]
-
-    def with_aux(self, aux_hidden: np.ndarray) -> "Text":
-        return dataclasses.replace(self, aux_hidden=aux_hidden)
+    lengths: tuple[int, ...]  # by step: of the target's cache; token_ids[length] was the pending token
+    drafts: tuple[tuple[int, ...], ...]  # by step
+    num_accepted: tuple[int, ...]  # by step
 
 
-@dataclasses.dataclass(frozen=True)
-class Replayed:
-    """The drafts of a drafter at the places of a text."""
+def replay(drafter: Drafter, text: DraftedText, num_drafts: int, blind: bool = False) -> DraftOutput:
+    """Run the drafter over a text as the engine does; return its drafts [S, K] in all steps, in NumPy.
 
-    token_ids: np.ndarray  # [S, K]
-    logits: np.ndarray | None  # [S, K, V], if it has any
-
-
-def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -> Replayed:
-    """Run the drafter over a text as the engine does, and return its drafts at every place.
-
-    It absorbs the prompt, then reads at every place the tokens committed since the last. blind: with an empty cache at
-    every place.
+    It absorbs the prompt; then each step reads the tokens committed in the one before. blind: each step begins with an
+    empty cache.
     """
     interrupt.check()
-    prompt, widest = text.places[0], num_drafts + 1
+    prompt, widest = text.lengths[0], num_drafts + 1
     capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS
     state = drafter.init_state(1, capacity, max(capacity, 2 * num_drafts))  # the prompt is written at once
     if not blind:
@@ -67,23 +52,23 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
         row = np.arange(capacity, dtype=np.int32)
         positions = np.where(row < prompt - 1, row, -1)[None]
         state = jax.jit(type(drafter).absorb)(drafter, state, ids, aux, positions)
-    before = (prompt - 1, *text.places)
-    runs = [(max(length, place - widest), place) for length, place in zip(before, text.places, strict=False)]
-    runs += [runs[-1]] * (-len(runs) % PLACES)  # so that texts share programs
+    before = (prompt - 1, *text.lengths)
+    committed = [(max(first, end - widest), end) for first, end in zip(before, text.lengths, strict=False)]
+    committed += [committed[-1]] * (-len(committed) % STEPS)
     leaves: dict[str, Any] = {
-        "token_ids": np.stack([_padded(text.token_ids[first + 1 : place + 1], widest) for first, place in runs]),
-        "aux_hidden": np.stack([_padded(text.aux_hidden[first:place], widest) for first, place in runs]),
-        "num": np.array([[place - first] for first, place in runs], np.int32),
-        "first_position": np.array([[first] for first, _ in runs], np.int32),
+        "token_ids": np.stack([_padded(text.token_ids[first + 1 : end + 1], widest) for first, end in committed]),
+        "aux_hidden": np.stack([_padded(text.aux_hidden[first:end], widest) for first, end in committed]),
+        "num": np.array([[end - first] for first, end in committed], np.int32),
+        "first_position": np.array([[first] for first, _ in committed], np.int32),
     }
-    drafts = _in_turn(drafter, state, DrafterInput(**leaves), num_drafts, blind)
-    of_text = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(text.places), 0], drafts)
-    return Replayed(of_text.token_ids, of_text.logits)
+    drafts = _propose_in_turn(drafter, state, DrafterInput(**leaves), num_drafts, blind)
+    in_steps: DraftOutput = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(text.lengths), 0], drafts)
+    return in_steps
 
 
 @functools.partial(jax.jit, static_argnames=("num_drafts", "blind"))
-def _in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: int, blind: bool) -> Any:
-    """Propose at all places in turn; [S, 1, ...]. blind: always from the first state."""
+def _propose_in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: int, blind: bool) -> Any:
+    """Propose in all steps, one after the other; [S, 1, ...]. blind: always from the first state."""
 
     def propose(state: Any, drafter_input: DrafterInput) -> tuple[Any, DraftOutput]:
         widths = jnp.full(1, num_drafts, jnp.int32)
@@ -94,38 +79,37 @@ def _in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: int, bli
 
 
 def _padded(rows: np.ndarray, width: int) -> Any:
-    """Pad to [1, width, ...] in NumPy, which needs no dispatch before a program."""
-    missing = [(0, width - len(rows)), *((0, 0),) * (rows.ndim - 1)]
-    return np.pad(rows, missing)[None]
+    """Pad to [1, width, ...]; in NumPy, which dispatches no program."""
+    return np.pad(rows, [(0, width - len(rows)), *((0, 0),) * (rows.ndim - 1)])[None]
 
 
-def accepted(drafts: Sequence[np.ndarray] | np.ndarray, text: Text) -> np.ndarray:
-    """Count every step's leading drafts that equal the text, as far as it reaches; [S]."""
+def accepted(drafts: Any, text: DraftedText) -> np.ndarray:
+    """Count in each step the leading drafts that equal the text, up to its end; [S]."""
     counts = []
-    for place, step in zip(text.places, drafts, strict=True):
-        following = text.token_ids[place + 1 : place + 1 + len(step)]
+    for length, step in zip(text.lengths, drafts, strict=True):
+        following = text.token_ids[length + 1 : length + 1 + len(step)]
         right = step[: len(following)] == following
         counts.append(int(np.cumprod(right).sum()))
     return np.array(counts)
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first difference of the engine's drafts from the reference's."""
+class DraftDifference:
+    """How the engine's drafts differ from the replayed ones: the first difference, and how many there are."""
 
     text: int
     step: int
     draft: int
-    engine: int
-    reference: int
-    frac: float  # steps that differ anywhere, over all steps
+    engine: int  # token id
+    reference: int  # token id
+    frac: float  # steps that differ / all steps
     explanation: str | None
 
 
-def compare(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Sequence[np.ndarray]) -> Difference | None:
-    """Compare the drafts that the engine verified with the reference's; None if all are equal.
+def compare(texts: Sequence[DraftedText], reference: Sequence[Any], blind: Sequence[Any]) -> DraftDifference | None:
+    """Compare the drafts that the engine verified with the replayed ones; None if all are equal.
 
-    `blind`: the drafts of a drafter with an empty cache (`replay`).
+    reference, blind: by text, the tokens of `replay` without and with `blind`.
     """
     first, differing, total = None, 0, 0
     for number, (text, expected) in enumerate(zip(texts, reference, strict=True)):
@@ -134,15 +118,15 @@ def compare(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Seque
             total += 1
             differing += len(wrong) > 0
             if len(wrong) and first is None:
-                place = int(wrong[0])
-                first = number, step, place, int(ours[place]), int(theirs[place])
+                draft = int(wrong[0])
+                first = number, step, draft, int(ours[draft]), int(theirs[draft])
     if first is None:
         return None
-    return Difference(*first, differing / total, explain(texts, reference, blind))
+    return DraftDifference(*first, differing / total, explain(texts, reference, blind))
 
 
-def explain(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Sequence[np.ndarray]) -> str | None:
-    """Describe the known fault that the engine's drafts follow; None if they follow none."""
+def explain(texts: Sequence[DraftedText], reference: Sequence[Any], blind: Sequence[Any]) -> str | None:
+    """Describe the known fault whose pattern the engine's drafts follow; None if they follow none."""
     steps = [
         (number, step, ours == tuple(theirs[: len(ours)]), ours == tuple(alone[: len(ours)]))
         for number, (text, expected, unseen) in enumerate(zip(texts, reference, blind, strict=True))
@@ -154,8 +138,8 @@ def explain(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Seque
             "the drafter is blind to its context: its drafts are those of an empty cache; the cache is not filled at "
             "prefill, not carried from step to step, or not read"
         )
-    # steps that leave rows in the drafter's cache which must be rolled back: rejected drafts; in a drafter with mask
-    # slots, any draft after the first
+    # events that leave rows in the cache to be rolled back: rejected drafts; in a drafter with mask slots, any
+    # draft after the first
     leaves: dict[str, Callable[[int, int], bool]] = {
         "the first rejection": lambda accepted, drafted: accepted < drafted,
         "the first step with several drafts": lambda _, drafted: drafted > 1,
@@ -166,7 +150,7 @@ def explain(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Seque
         for number, step, right, _ in steps:
             before = zip(texts[number].num_accepted[:step], texts[number].drafts[:step], strict=True)
             (after if any(left(a, len(d)) for a, d in before) else until).append(right)
-        # the chance of no wrong draft until the event, if wrong drafts were as frequent before it as after it
+        # the chance that no draft is wrong until the event if wrong ones are as frequent before it as after it
         if after and all(until) and np.mean(after) ** len(until) < CHANCE:
             return (
                 f"drafts are right until {event} and wrong after it: the drafter's cache is not rolled back to the "
@@ -177,16 +161,16 @@ def explain(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Seque
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Another reading of the drafter's checkpoint, and how many of its drafts the text accepts."""
+    """Another reading of the drafter's checkpoint, and its accepted drafts."""
 
     name: str
-    accepted: np.ndarray  # [S], over all texts
-    cure: str = ""  # the change that makes it the default reading
+    accepted: np.ndarray  # [S], over the steps of all texts
+    cure: str = ""  # the change of files or options that chooses it
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """A reading that is accepted significantly more often than the given one."""
+    """A reading that is accepted significantly more often than the checkpoint as it is."""
 
     name: str
     acceptance_length: float
@@ -197,8 +181,7 @@ class Cause:
 def causes(as_it_is: np.ndarray, readings: Sequence[Reading]) -> list[Cause]:
     """Select the readings that explain a low acceptance, the greatest gain first.
 
-    At the same places they accept more: the gain's 95 % interval excludes zero, and it exceeds both LEAST_GAIN and
-    LEAST_FRAC.
+    The 95 % interval of the gain excludes zero, and the gain exceeds both LEAST_GAIN and LEAST_FRAC.
     """
     likely = []
     for reading in readings:

@@ -1,8 +1,8 @@
-"""Explain a pair's acceptance: compare it with references, and try other readings of its checkpoint."""
+"""Explain a pair's acceptance: compare it with references, and try other readings of the drafter's checkpoint."""
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -33,71 +33,67 @@ from peagle.ops.linear import as_matrix
 from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompts import Conversation, Rendering
-from peagle.workflows.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
+from peagle.workflows.parity import Cause, DraftDifference, DraftedText, Reading, accepted, causes, compare, replay
 from target.model import GptOss
 
-WINDOWS = (None, 128, 256, 512)  # positions to try; None: all
-MOST_MASK_TOKENS = 24  # other ids to try in the mask slots
-# the most difference, of the spread of the reference's logits; and the share of steps whose drafts rounding may change
-CLOSE, TURNED_FRAC = {"float32": 1e-3, "bfloat16": 0.2}, {"float32": 0.02, "bfloat16": 0.15}
-SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of tokens that stand for no text
+WINDOWS = (None, 128, 256, 512)  # to try, in positions; None: no window
+MOST_MASK_TOKENS = 24  # ids to try in the mask slots
+CLOSE = {"float32": 1e-3, "bfloat16": 0.2}  # the largest equal difference, in standard deviations of the logits
+ROUNDED_FRAC = {"float32": 0.02, "bfloat16": 0.15}  # the share of steps whose drafts rounding may change
+SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of special tokens
 Tensors = dict[str, np.ndarray]
-Model = AnyDrafter
 
 
 @dataclasses.dataclass(frozen=True)
 class ParityConfig:
-    """The size of a comparison: drafts a step, tokens an answer, steps of the reference."""
+    """How to decode the texts to compare on."""
 
     num_speculative_tokens: int = 5
     max_new_tokens: int = 64
-    reference_steps: int = 6
+    reference_steps: int = 6  # to compare with the float64 reference, which is slow
     raw: bool = False
     special_tokens: bool = False
 
-    def rendering(self, raw: bool) -> Rendering:
-        return Rendering(raw=raw, special_tokens=raw and self.special_tokens)
-
 
 @dataclasses.dataclass(frozen=True)
-class Replies:
-    """The pair's answers to all prompts, in one rendering."""
+class DraftedTexts:
+    """The pair's answers to the prompts in one rendering, without those in which nothing was drafted."""
 
-    texts: tuple[Text, ...]  # with the aux_hidden of the config's layers
-    hiddens: tuple[np.ndarray, ...]  # [n, L, D] by text: the output of every layer
-    rows: tuple[int, ...]  # by text: its conversation
-    capacity: int  # tokens that the caches held
+    texts: tuple[DraftedText, ...]  # with the aux_hidden of the config's layers
+    hiddens: tuple[np.ndarray, ...]  # [n, L, D] by text: the outputs of all layers
+    rows: tuple[int, ...]  # by text: index of its conversation
+    capacity: int  # length of the caches
 
     @property
     def num_accepted(self) -> np.ndarray:
-        """Count the accepted drafts of every step of the engine; [S]."""
+        """The accepted drafts of the engine's steps; [S]."""
         return np.concatenate([accepted(np.array(text.drafts), text) for text in self.texts])
 
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """The drafter's arithmetic against the float64 reference's."""
+    """The drafter's logits compared with the float64 reference's."""
 
     num_steps: int
     cosine: float  # the least
-    max_difference: float  # of the spread (standard deviation) of the reference's logits
+    max_difference: float  # in standard deviations of the reference's logits
     same_drafts_frac: float
     close: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """The results. `expected`: the acceptance length of the drafter replayed along the texts."""
+    """The results. Their names are keys of --json."""
 
-    logits: Logits | None  # None: an EAGLE-3 drafter, whose drafts alone are compared
-    same_drafts_frac: float | None
-    difference: Difference | None
-    seen: float  # acceptance length
-    expected: float
-    other_rendering: float | None
-    readings: dict[str, float]  # acceptance length of each
+    logits: Logits | None  # None: not compared, as of EAGLE-3 drafters
+    same_drafts_frac: float | None  # share of the reference's drafts that are the drafter's, too; None: not compared
+    difference: DraftDifference | None
+    seen: float  # acceptance length in the engine
+    expected: float  # acceptance length of the drafter replayed along the texts
+    other_rendering: float | None  # acceptance length with the prompts as raw text, or in the chat template
+    readings: dict[str, float]  # acceptance length by other reading
     causes: tuple[Cause, ...]
-    allowed_frac: float  # of steps that may differ by rounding
+    allowed_frac: float  # as ROUNDED_FRAC
     vocabulary: Coverage | None  # of the answers, by a narrowed draft vocabulary
 
     @property
@@ -109,18 +105,19 @@ class Findings:
         return self.drafts_fine and not self.causes and (self.logits is None or self.logits.close)
 
 
-def ask(
+def draft_texts(
     pair: Pair, conversations: Sequence[Conversation], config: ParityConfig, *, raw: bool, at_least: int = 0
-) -> Replies:
-    """Answer the prompts greedily, and read all hidden states. at_least: the caches' tokens."""
+) -> DraftedTexts:
+    """Answer the prompts greedily, and compute all hidden states. at_least: the least length of the caches."""
+    rendering = Rendering(raw=raw, special_tokens=raw and config.special_tokens)
     requests = [
-        pair.request(conversation, [], config.rendering(raw), max_new_tokens=config.max_new_tokens, index=index)
+        pair.request(conversation, [], rendering, max_new_tokens=config.max_new_tokens, index=index)
         for index, conversation in enumerate(conversations)
     ]
     capacity = pair.capacity(requests, at_least)
     engine = pair.engine(pair.engine_config(config.num_speculative_tokens, context=capacity))
     target = cast(GptOss, pair.target)
-    open_target = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
+    all_layers = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
     texts, hiddens, rows = [], [], []
     for request in requests:
         result = decode(engine, [request], None)[0]
@@ -129,14 +126,14 @@ def ask(
             continue
         ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
         padded = np.pad(ids, (0, capacity - len(ids)))[None]
-        outputs = np.asarray(_aux_hidden(open_target, padded))
+        outputs = np.asarray(_aux_hidden(all_layers, padded))
         hidden = outputs[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
         hiddens.append(hidden)
         rows.append(request.index)
         texts.append(
-            Text(
+            DraftedText(
                 ids,
-                _side_by_side(hidden, target.aux_layer_ids),
+                _aux_of(hidden, target.aux_layer_ids),
                 tuple(step.length for step in steps),
                 tuple(step.draft_token_ids for step in steps),
                 tuple(step.num_accepted for step in steps),
@@ -144,7 +141,7 @@ def ask(
         )
     if not texts:
         raise InputError("no answer is longer than its first token, so nothing was drafted; give other prompts")
-    return Replies(tuple(texts), tuple(hiddens), tuple(rows), capacity)
+    return DraftedTexts(tuple(texts), tuple(hiddens), tuple(rows), capacity)
 
 
 @jax.jit
@@ -157,67 +154,66 @@ def _aux_hidden(target: GptOss, ids: Any) -> jax.Array:
 
 def examine(
     pair: Pair,
-    model: Model,
+    model: AnyDrafter,
     checkpoint: Checkpoint,
-    replies: Replies,
+    drafted: DraftedTexts,
     conversations: Sequence[Conversation],
-    settings: ParityConfig,
-    progress: Any,
+    config: ParityConfig,
+    progress: Callable[[int, int], None],
 ) -> Findings:
-    """Compare drafts of engine, model and float64 reference, and try other readings.
+    """Compare the drafts of the engine, of the replayed drafter and of the float64 reference; try other readings.
 
-    model: the drafter as it is loaded; the pair's own may be another.
+    model: the drafter as loaded from the checkpoint.
     """
-    k = settings.num_speculative_tokens
-    texts = replies.texts
+    k, texts = config.num_speculative_tokens, drafted.texts
     replayed = [replay(model, text, k).token_ids for text in texts]
     blind = [replay(model, text, k, blind=True).token_ids for text in texts]
-    logits, same = against_reference(pair, model, checkpoint, texts, settings)
+    logits, same = against_reference(pair, model, checkpoint, texts, config)
     as_it_is = np.concatenate([accepted(drafts, text) for drafts, text in zip(replayed, texts, strict=True)])
-    others = list(readings(pair, model, checkpoint, replies))
+    candidates = list(readings(pair, model, checkpoint, drafted))
     results = []
-    for number, other in enumerate(others):
-        steps = [accepted(replay(other.model, text, k).token_ids, text) for text in other.texts]
-        results.append(Reading(other.name, np.concatenate(steps), other.cure))
-        progress(number + 1, len(others))
+    for number, candidate in enumerate(candidates):
+        steps = [accepted(replay(candidate.model, text, k).token_ids, text) for text in candidate.texts]
+        results.append(Reading(candidate.name, np.concatenate(steps), candidate.cure))
+        progress(number + 1, len(candidates))
     vocabulary = None
     ids = model.params.draft_to_target
     if ids is not None and len(ids) < model.config.vocab_size:
-        vocabulary = coverage([text.token_ids[text.places[0] + 1 :] for text in texts], np.asarray(ids), k)
+        vocabulary = coverage([text.token_ids[text.lengths[0] + 1 :] for text in texts], np.asarray(ids), k)
         results.append(with_all_tokens(texts, replayed, np.asarray(ids), vocabulary))
     likely = causes(as_it_is, results)
     other_rendering = None
     if pair.tokenizer is not None and all(conversation.turns for conversation in conversations):
         try:
-            # with caches of the same length, for which programs are compiled
-            answered = ask(pair, conversations, settings, raw=not settings.raw, at_least=replies.capacity)
+            # with caches of the same length, for which the programs are compiled already
+            other = draft_texts(pair, conversations, config, raw=not config.raw, at_least=drafted.capacity)
         except InputError:  # no chat template, or prompts that need one
             pass
         else:
-            other_rendering = 1 + float(answered.num_accepted.mean())
-            if settings.raw:
-                likely = [*_template(replies, answered), *likely]
+            other_rendering = 1 + float(other.num_accepted.mean())
+            if config.raw:
+                likely = [*_missing_template(drafted, other), *likely]
     return Findings(
         logits=logits,
         same_drafts_frac=same,
         difference=compare(texts, replayed, blind),
-        seen=1 + float(replies.num_accepted.mean()),
+        seen=1 + float(drafted.num_accepted.mean()),
         expected=1 + float(as_it_is.mean()),
         other_rendering=other_rendering,
         readings={reading.name: 1 + float(reading.accepted.mean()) for reading in results},
         causes=tuple(likely),
-        allowed_frac=TURNED_FRAC[pair.loaded.dtype],
+        allowed_frac=ROUNDED_FRAC[pair.loaded.dtype],
         vocabulary=vocabulary,
     )
 
 
-def with_all_tokens(texts: Sequence[Text], drafts: Sequence[np.ndarray], ids: np.ndarray, covered: Coverage) -> Reading:
-    """Count the acceptance if every token that the drafter cannot propose were drafted right."""
+def with_all_tokens(texts: Sequence[DraftedText], drafts: Sequence[Any], ids: np.ndarray, covered: Coverage) -> Reading:
+    """Count the acceptance if all tokens that the drafter cannot propose were drafted right."""
     counts = []
     for text, steps in zip(texts, drafts, strict=True):
         best = []
-        for place, step in zip(text.places, steps, strict=True):
-            following = text.token_ids[place + 1 : place + 1 + len(step)]
+        for length, step in zip(text.lengths, steps, strict=True):
+            following = text.token_ids[length + 1 : length + 1 + len(step)]
             best.append(np.where(np.isin(following, ids), step[: len(following)], following))
         counts.append(accepted(best, text))
     name = (
@@ -228,117 +224,120 @@ def with_all_tokens(texts: Sequence[Text], drafts: Sequence[np.ndarray], ids: np
 
 
 def against_reference(
-    pair: Pair, model: Model, checkpoint: Checkpoint, texts: Sequence[Text], settings: ParityConfig
+    pair: Pair, model: AnyDrafter, checkpoint: Checkpoint, texts: Sequence[DraftedText], config: ParityConfig
 ) -> tuple[Logits | None, float | None]:
-    """Compare first steps with drafter/reference.py: (logits, share of equal drafts).
+    """Compare the first steps with drafter/reference.py; return (logits, share of equal drafts).
 
-    (None, None) for a drafter that shares the target's head, which the reference needs.
+    (None, None) for a drafter without a head, which the reference needs.
     """
-    config, k = model.config, settings.num_speculative_tokens
-    tensors = _tensors(checkpoint, pair, config)
-    if LM_HEAD not in tensors:  # the target's
+    k, draft_to_target = config.num_speculative_tokens, model.params.draft_to_target
+    tensors = _tensors(checkpoint, pair, model.config)
+    if LM_HEAD not in tensors:
         return None, None
+    by_step = ("lengths", "drafts", "num_accepted")
     text = dataclasses.replace(
-        texts[0],
-        **{name: getattr(texts[0], name)[: settings.reference_steps] for name in ("places", "drafts", "num_accepted")},
+        texts[0], **{name: getattr(texts[0], name)[: config.reference_steps] for name in by_step}
     )
-    loud = dataclasses.replace(model, with_logits=True) if isinstance(model, PEagle | DFlash) else model
-    ours = replay(loud, text, k)
+    ours = replay(
+        dataclasses.replace(model, with_logits=True) if isinstance(model, PEagle | DFlash) else model, text, k
+    )
     same, cosine, largest = [], 1.0, 0.0
-    for step, place in enumerate(text.places):
+    for step, length in enumerate(text.lengths):
         interrupt.check()
-        known = text.token_ids[: place + 1].tolist(), text.aux_hidden[:place]
-        theirs = reference.draft_logits(tensors, config, *known, k)
-        ids = theirs.argmax(-1)
-        same.append((_to_target(tensors, ids) == ours.token_ids[step]).mean())
+        known = text.token_ids[: length + 1].tolist(), text.aux_hidden[:length]
+        expected = reference.draft_logits(tensors, model.config, *known, k)
+        ids = expected.argmax(-1)
+        ids = ids + tensors["d2t"][ids] if "d2t" in tensors else ids
+        same.append((ids == ours.token_ids[step]).mean())
         if ours.logits is not None:
-            mine = ours.logits[step]
-            mine = mine if model.params.draft_to_target is None else mine[:, np.asarray(model.params.draft_to_target)]
-            dots = (mine * theirs).sum(-1) / np.linalg.norm(mine, axis=-1) / np.linalg.norm(theirs, axis=-1)
+            logits = ours.logits[step] if draft_to_target is None else ours.logits[step][:, np.asarray(draft_to_target)]
+            dots = (logits * expected).sum(-1) / np.linalg.norm(logits, axis=-1) / np.linalg.norm(expected, axis=-1)
             cosine = min(cosine, float(dots.min()))
-            largest = max(largest, float(np.abs(mine - theirs).max() / theirs.std()))
+            largest = max(largest, float(np.abs(logits - expected).max() / expected.std()))
     frac = float(np.mean(same))
     if ours.logits is None:
         return None, frac
-    return Logits(len(text.places), cosine, largest, frac, largest < CLOSE[pair.loaded.dtype]), frac
+    return Logits(len(text.lengths), cosine, largest, frac, largest < CLOSE[pair.loaded.dtype]), frac
 
 
 @dataclasses.dataclass(frozen=True)
-class Other:
-    """Another way to read a checkpoint."""
+class Candidate:
+    """Another reading of a checkpoint, to try."""
 
     name: str
     cure: str
-    model: Model
-    texts: Sequence[Text]  # with the aux_hidden that it reads
+    model: AnyDrafter
+    texts: Sequence[DraftedText]  # with the aux_hidden that it reads
 
 
-def readings(pair: Pair, model: Model, checkpoint: Checkpoint, replies: Replies) -> Iterator[Other]:
-    """Yield other readings of this checkpoint that have caused low acceptance before."""
+def readings(pair: Pair, model: AnyDrafter, checkpoint: Checkpoint, drafted: DraftedTexts) -> Iterator[Candidate]:
+    """Yield the readings of this checkpoint that a wrong config.json, or wrong tensors, are known to hide."""
     params, config = model.params, model.config
     aux_layers = [*named_aux_layers(checkpoint.config), TOP_AUX_LAYERS][0]
-    texts, layers = replies.texts, cast(GptOss, pair.target).aux_layer_ids
-    num_layers = replies.hiddens[0].shape[1]
+    texts, layers = drafted.texts, cast(GptOss, pair.target).aux_layer_ids
+    num_layers = drafted.hiddens[0].shape[1]
+
+    def flipped(key: str) -> Candidate:
+        change: dict[str, Any] = {key: not getattr(config, key)}
+        other = dataclasses.replace(model, config=dataclasses.replace(config, **change))
+        return Candidate(f"{key}: {strict_json.dumps(change[key])}", _key(key, change[key]), other, texts)
+
     for shift in (-1, 1):
         moved = tuple(layer + shift for layer in layers)
         if all(0 <= layer < num_layers for layer in moved):
-            shifted = [t.with_aux(_side_by_side(h, moved)) for t, h in zip(texts, replies.hiddens, strict=True)]
+            shifted = [
+                dataclasses.replace(text, aux_hidden=_aux_of(hidden, moved))
+                for text, hidden in zip(texts, drafted.hiddens, strict=True)
+            ]
             name = f"taps: every one is off by {-shift:+d}, it reads outputs {list(layers)} instead of {list(moved)}"
             typed = ",".join(map(str, moved))
             cure = f"{_key(aux_layers.key, aux_layers.written(moved))}, or give --aux-layer-ids {typed}"
-            yield Other(name, cure, model, shifted)
-    if config.kind != "DFlash":  # which has no such choice
-        flipped = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
-        flipped_key = "norm_before_residual", flipped.norm_before_residual
-        yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+            yield Candidate(name, cure, model, shifted)
+    if config.kind != "DFlash":
+        yield flipped("norm_before_residual")
     target_embedding = cast(GptOss, pair.plain_target).params.embedding
     if checkpoint.has(EMBEDDING) and target_embedding.shape == params.embedding.shape:
         shared = dataclasses.replace(model, params=dataclasses.replace(params, embedding=target_embedding))
         cure = f"take the tensor {EMBEDDING} out of the drafter's file: it then shares the target's"
-        yield Other("embedding: the target's instead of the stored one", cure, shared, texts)
+        yield Candidate("embedding: the target's instead of the stored one", cure, shared, texts)
     if config.mask_token_id is not None:
-        places = {**checkpoint.config.get(DFLASH_CONFIG, {}), **checkpoint.config}
-        mask_key = next(key for key in MASK_TOKEN_KEYS if places.get(key) is not None)
+        keys = {**checkpoint.config.get(DFLASH_CONFIG, {}), **checkpoint.config}
+        mask_key = next(key for key in MASK_TOKEN_KEYS if keys.get(key) is not None)
         for token in mask_tokens(pair, config):
             embedding = params.embedding.at[config.mask_token_id].set(params.embedding[token])
             other = dataclasses.replace(model, params=dataclasses.replace(params, embedding=embedding))
-            yield Other(f"mask token: {token} instead of {config.mask_token_id}", _key(mask_key, token), other, texts)
+            name = f"mask token: {token} instead of {config.mask_token_id}"
+            yield Candidate(name, _key(mask_key, token), other, texts)
     else:
-        flipped = dataclasses.replace(config, norm_output=not config.norm_output)
-        flipped_key = "norm_output", flipped.norm_output
-        yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+        yield flipped("norm_output")
     longest = max(len(text.token_ids) for text in texts)
 
-    def hidden(config: DrafterConfig) -> list[int]:
-        """Count the positions of the longest text that a layer does not see, by layer."""
+    def unseen(config: DrafterConfig) -> list[int]:
+        """Count by layer the positions of the longest text that its window hides."""
         windows = (config.window(layer) for layer in range(config.num_layers))
         return [0 if window is None else max(longest - window, 0) for window in windows]
 
-    known = [hidden(config)]
+    tried = [unseen(config)]
     for window in WINDOWS:
         changed = config.with_window(window)
-        if hidden(changed) not in known:
-            known.append(hidden(changed))
+        if unseen(changed) not in tried:
+            tried.append(unseen(changed))
             value = OFF if window is None else window
             cure = f"give --drafter-window {value}, or write {strict_json.dumps({WINDOW_KEY: value})} into "
             cure += f"{SPECULATION_FILE} beside the drafter"
-            yield Other(f"window: {value}", cure, dataclasses.replace(model, config=changed), texts)
+            yield Candidate(f"window: {value}", cure, dataclasses.replace(model, config=changed), texts)
     for name, cure, ids in vocabularies(checkpoint, params, config):
         mapped = dataclasses.replace(params, draft_to_target=jnp.asarray(ids, jnp.int32))
-        yield Other(f"vocabulary map: {name}", cure, dataclasses.replace(model, params=mapped), texts)
+        yield Candidate(f"vocabulary map: {name}", cure, dataclasses.replace(model, params=mapped), texts)
 
 
 def _key(key: str, value: object) -> str:
-    """Name the change of a config.json."""
+    """Describe the change of a key in config.json."""
     return f'write "{key}": {strict_json.dumps(value)} into the drafter\'s config.json'
 
 
-def _plain(key: str, value: object) -> str:
-    return f"{key}: {strict_json.dumps(value)}"
-
-
 def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
-    """List ids that mask slots may have had in training: special and unknown, the last first."""
+    """List ids that mask slots may have had in training: the last and the first special tokens, and the last id."""
     tokenizer = pair.tokenizer
     special = [
         token
@@ -354,8 +353,8 @@ def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
 def vocabularies(
     checkpoint: Checkpoint, params: DrafterParams, config: DrafterConfig
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield other maps to the target's ids that the files may mean: (name, cure, ids)."""
-    if params.draft_to_target is None or not checkpoint.has(LM_HEAD):  # a shared head follows the map
+    """Yield (name, cure, ids) of other maps to the target's ids that the files may mean."""
+    if params.draft_to_target is None or not checkpoint.has(LM_HEAD):  # a shared head is cut by the map
         return
     used = np.asarray(params.draft_to_target)
     maps = [("d2t holds absolute ids, not offsets", STORE_OFFSETS, checkpoint.take("d2t").astype(np.int64))]
@@ -371,10 +370,10 @@ def vocabularies(
             yield name, cure, ids
 
 
-def _template(raw: Replies, chat: Replies) -> list[Cause]:
-    """Name the missing chat template as the cause, if acceptance is surely higher with it."""
-    theirs = dict(zip(chat.rows, chat.texts, strict=True))
-    both = [(text, theirs[row]) for row, text in zip(raw.rows, raw.texts, strict=True) if row in theirs]
+def _missing_template(raw: DraftedTexts, chat: DraftedTexts) -> list[Cause]:
+    """Name the missing chat template as a cause, if acceptance is surely higher with it."""
+    in_chat = dict(zip(chat.rows, chat.texts, strict=True))
+    both = [(text, in_chat[row]) for row, text in zip(raw.rows, raw.texts, strict=True) if row in in_chat]
     counts = [[n for text in texts for n in (sum(text.num_accepted), len(text.num_accepted))] for texts in both]
     table = np.array(counts, np.float64).reshape(-1, 4)
     gain = estimate(table, lambda tables: ratio(tables[..., 2:]) - ratio(tables[..., :2]))
@@ -384,17 +383,13 @@ def _template(raw: Replies, chat: Replies) -> list[Cause]:
     return [Cause("the prompts are raw", better, gain, "put them into the chat template: --render chat")]
 
 
-def _side_by_side(hidden: np.ndarray, layers: Sequence[int]) -> np.ndarray:
-    """Join the outputs of these layers to aux_hidden [n, A]."""
+def _aux_of(hidden: np.ndarray, layers: Sequence[int]) -> np.ndarray:
+    """Make aux_hidden [n, A] of the outputs of these layers."""
     return hidden[:, list(layers)].reshape(len(hidden), -1)
 
 
-def _to_target(tensors: Tensors, ids: np.ndarray) -> np.ndarray:
-    return ids + tensors["d2t"][ids] if "d2t" in tensors else ids
-
-
 def _tensors(checkpoint: Checkpoint, pair: Pair, config: DrafterConfig) -> Tensors:
-    """Read a drafter's tensors as they are stored, and those that it shares from the target."""
+    """Read a drafter's tensors as stored, and from the target those that it shares."""
     checkpoint = checkpoint.without_prefix(PREFIX)
     tensors = {name: checkpoint.take(name) for name in checkpoint.names}
     target = cast(GptOss, pair.plain_target).params

@@ -1,7 +1,8 @@
-"""Checkpoints of random weights in GPT-OSS's real layout: to measure speed and memory, and to test the format.
+"""Checkpoints of random weights in GPT-OSS's layout, to measure speed and memory, and to test the format.
 
-Tensors are drawn and written one after the other, so the 20b geometry (13 GB) needs the memory of one shard. Equal
-arguments give equal bytes. Scales are those of a fresh initialisation: activations stay finite, and routing is spread.
+Tensors are drawn and written one by one, so a checkpoint of the 20b's size (13 GB) needs the memory of one shard. Equal
+arguments give equal bytes. Values are scaled as at the start of a training: activations stay finite, and routing is
+spread.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from target.dialects import tensor_shapes
 from target.load import write_target
 
 SHARD_BYTES = 2 << 30
-PIECE = 1 << 24
+PIECE = 1 << 24  # values drawn at a time
 NO_SCALE = 127  # the scale byte of 2^0
 
 
@@ -43,9 +44,9 @@ def geometry(
     original_length: int = 4096,
     max_positions: int = 131072,
 ) -> TargetConfig:
-    """Make a TargetConfig with the values that all GPT-OSS models share.
+    """Make a TargetConfig of this geometry; other values are as in all GPT-OSS models.
 
-    heads: query and key/value heads. experts: all of them, and how many a token selects.
+    heads: (query, key/value). experts: (number, selected by a token).
     """
     return TargetConfig(
         hidden_size=hidden,
@@ -65,7 +66,7 @@ def geometry(
     )
 
 
-# S, M, L: the sizes of the published baselines (11 M, 183 M, 1.8 G parameters); L has the 20b's own layers
+# S, M, L have 11 M, 183 M and 1.8 G parameters, as in results/; L has layers of the 20b
 SIZES = {
     "tiny": geometry(
         hidden=96,
@@ -92,16 +93,16 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterShape:
-    """A drafter's shape except for its width, which is the target's."""
+class DrafterGeometry:
+    """A drafter's geometry, except for sizes that follow the target's."""
 
     name: str
     layers: int
     kind: Kind
 
     def config(self, target: TargetConfig, draft_vocab: int | None = None) -> DrafterConfig:
-        """Make the config of `peagle train`'s defaults; a DFlash drafter has the public geometry."""
-        layers = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
+        """Make a config with the defaults of `peagle train`; for DFlash, with the values of the public drafters."""
+        aux_layer_ids = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
         config = DrafterConfig(
             hidden_size=target.hidden_size,
             num_layers=self.layers,
@@ -114,41 +115,41 @@ class DrafterShape:
             draft_vocab_size=draft_vocab or target.vocab_size,
             mask_token_id=None if self.kind == "EAGLE-3" else target.vocab_size - 1,
             rope=RopeConfig(target.head_dim, 10000.0),
-            aux_layer_ids=layers,
+            aux_layer_ids=aux_layer_ids,
         )
         if self.kind != "DFlash":
             return config
-        layers = tuple(dict.fromkeys(default_dflash_layers(DFLASH_LAYERS, target.num_layers)))
+        aux_layer_ids = tuple(dict.fromkeys(default_dflash_layers(DFLASH_AUX_LAYERS, target.num_layers)))
         return dataclasses.replace(
             config,
             mlp_width=target.hidden_size * 8 // 3,
             rope=target.rope,
-            num_taps=len(layers),
-            aux_layer_ids=layers,
+            num_taps=len(aux_layer_ids),
+            aux_layer_ids=aux_layer_ids,
             qk_norm=True,
             attention_bias=True,
             block_size=8,
         )
 
 
-DFLASH_LAYERS = 5
-IN_TURN = DrafterShape("EAGLE-3, 1 layer", 1, "EAGLE-3")
-PARALLEL = DrafterShape("P-EAGLE, 4 layers", 4, "P-EAGLE")  # the public 20b drafter's geometry
-IN_BLOCKS = DrafterShape("DFlash, 8 layers", 8, "DFlash")  # likewise
-LEAST_LAYERS = 4  # of a target, for three layers to read that are distinct
+DFLASH_AUX_LAYERS = 5
+EAGLE_3 = DrafterGeometry("EAGLE-3, 1 layer", 1, "EAGLE-3")
+P_EAGLE = DrafterGeometry("P-EAGLE, 4 layers", 4, "P-EAGLE")  # as the public drafter of the 20b
+DFLASH = DrafterGeometry("DFlash, 8 layers", 8, "DFlash")  # likewise
+LEAST_LAYERS = 4  # of a target, so that three distinct layers can be read
 
 
-def write_random_drafter(directory: Path, shape: DrafterShape, target: TargetConfig) -> None:
+def write_random_drafter(directory: Path, geometry: DrafterGeometry, target: TargetConfig) -> None:
     """Write a drafter of random weights in bfloat16 for a target."""
-    config = shape.config(target)
+    config = geometry.config(target)
     params = jax.jit(lambda key: init_params(config, key, jnp.bfloat16))(jax.random.key(3))
     save_drafter(directory, params, config)
 
 
 def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: bool = True, seed: int = 0) -> None:
-    """Write a checkpoint of random weights; mxfp4: experts in MXFP4, else in bfloat16.
+    """Write a checkpoint of random weights. mxfp4: experts in MXFP4, else in bfloat16.
 
-    Raises InputError if something is in the way, and if there is no room.
+    Raises InputError if the directory is a file, and if it cannot be written.
     """
     write_target(
         directory,
@@ -161,13 +162,13 @@ def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: boo
 
 
 def random_tensors(config: TargetConfig, mxfp4: bool, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Draw all tensors (name, array) from the seed and their names; order does not matter."""
+    """Draw all tensors (name, array). An array depends on the seed and its name alone."""
     for name, shape in tensor_shapes(config, mxfp4).items():
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if name.endswith("_blocks"):
             yield name, np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape)
         elif name.endswith("_scales"):
-            # random codes have a root mean square of 2.93; scales vary around its inverse, so that a mix-up shows
+            # random codes have a root mean square of 2.93; scales differ, so that a test sees them mixed up
             centre = NO_SCALE - round(math.log2(2.93 * math.sqrt(shape[-1] * BLOCK)))
             yield name, rng.integers(centre - 1, centre + 2, shape, np.uint8)
         elif name.endswith("norm.weight"):
@@ -182,7 +183,7 @@ def random_tensors(config: TargetConfig, mxfp4: bool, seed: int) -> Iterator[tup
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], mean: float = 0.0, spread: float = 1.0) -> np.ndarray:
-    """Draw bfloat16 values in pieces, so that few float32 values are in memory at once."""
+    """Draw bfloat16 values by pieces, so that few float32 values are in memory."""
     values = np.empty(int(np.prod(shape)), ml_dtypes.bfloat16)
     for start in range(0, values.size, PIECE):
         part = values[start : start + PIECE]

@@ -1,8 +1,8 @@
-"""Answer conversations, and compare with plain decoding of the same prompts.
+"""Answer conversations, and compare with plain decoding of the same requests, the baseline.
 
-With one slot, requests are decoded one by one, with speculation and (for a baseline) plainly, in alternating order, so
-that neither has the warmer machine. With several slots, all conversations are in the engine's queue, and a conversation
-continues with its next turn after its answer; plain decoding of the same requests follows.
+With one slot, each request is decoded with speculation and plainly, in alternating order, so that neither has the
+warmer machine. With several slots, all conversations are in the engine's queue, and each continues with its next turn
+after an answer; then the same requests are decoded plainly.
 """
 
 import bisect
@@ -33,14 +33,14 @@ from peagle.text.prompts import Conversation, Rendering
 class RunConfig(RequestOptions):
     """How to answer conversations. K = 0: plain decoding, without a baseline.
 
-    engine: context None fits prompts and budgets; prefix_cache None is on for several requests.
+    engine: context None is as long as prompts and answers may become; prefix_cache None is on for several requests.
     """
 
     sampling: SamplingParams = DEFAULT_SAMPLING
     engine: EngineConfig = EngineConfig()  # noqa: RUF009  # frozen
     baseline: bool = True
     show_drafts: bool = False  # tell the observer which tokens were accepted drafts
-    profile: Path | None = None  # the directory for a trace of some of the steps (peagle.measure.profile)
+    profile: Path | None = None  # directory for a trace of some steps (peagle.measure.profile)
     rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
 
 
@@ -48,85 +48,83 @@ class RunConfig(RequestOptions):
 class Divergence:
     """The first output token that differs between speculation and plain decoding.
 
-    A margin near zero comes from the arithmetic of passes of different width; a large one is an error.
+    A small margin is a tie that passes of other widths round the other way; a large one is an error.
     """
 
     index: int
-    margin: float  # of the target's two highest logits there
+    margin: float  # between the target's two highest logits there
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The result of one request, and of its baseline."""
+    """The result of a request, and of its baseline."""
 
     result: Result
-    turn: int | None  # from 0; None if the request is no turn of a conversation
+    turn: int | None  # from 0; None if the request is no turn of a chat
     baseline: Result | None = None
     first_divergence: Divergence | None = None
 
 
 @dataclasses.dataclass
 class Run:
-    """Outcomes of all requests that have a token, in the order of the input.
+    """The outcomes of all requests that have a token, in the order of the input.
 
-    cut_short: a line for every conversation whose answers left no room for a later turn; outcomes from that turn on are
-    missing. failed: a line for every conversation that ended because no token satisfied its grammar.
+    cut_short: a line per conversation whose answers left no room for a later turn, which has no outcome. failed: a line
+    per conversation that ended because no token satisfied its grammar.
     """
 
     outcomes: list[Outcome]
     capacity: int
     compile_s: float = 0.0
     host_gap_frac: float | None = None  # share of the time in which the device was idle (LoopTimes of the engine)
-    costs: CostTable | None = None  # of an adaptive run: its times of steps
+    costs: CostTable | None = None  # an adaptive engine's times of steps
     engine: ResolvedConfig = ResolvedConfig()  # noqa: RUF009  # of the engine that speculates
     compares: bool = False  # with plain decoding
     prefix_cache: PrefixCacheUse | None = None  # of the engine that speculates, since it was made
     profile: Breakdown | None = None
-    profile_failed: str | None = None  # the reason
+    profile_failed: str | None = None  # why there is no profile
     interrupted: bool = False
     cut_short: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
 
     @property
     def drafting_cannot_pay(self) -> bool:
-        """Test whether no draft of one request could pay, even if all are accepted."""
+        """Whether no draft of a single request pays, even if all are accepted."""
         return self.costs is not None and not self.costs.pays(1, self.engine.num_speculative_tokens)
 
 
 class Observer:
-    """Callbacks of a run, which do nothing: override those you need."""
+    """Callbacks of a run, to override. The last three are not called for baselines."""
 
     def compiling(self) -> None:
         """Called before programs may be compiled."""
 
     def measuring(self, done: int, total: int) -> None:
-        """Called before each run that measures the cost of drafting; `done` of `total` are over."""
+        """Called before each run that measures the cost of drafting; `done` of `total` runs are over."""
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
-        """Called before requests are decoded; `done` of `total` are finished."""
+        """Called before requests are decoded; `done` of `total` requests are finished."""
 
     def compared(self, done: int, total: int) -> None:
-        """Called while requests are decoded plainly; `done` tokens of at most `total` are there."""
+        """Called while requests are decoded plainly; `done` of at most `total` tokens are decoded."""
 
     def profiling(self) -> None:
-        """Called after all decoding, before some steps run once more under the profiler."""
+        """Called before some steps run once more under the profiler."""
 
     def started(self, request: Request, turn: int | None) -> None:
-        """Called before a request is decoded for display; not for baselines."""
+        """Called before a request is decoded."""
 
     def emitted(
         self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
     ) -> None:
-        """Called with new tokens of such a request, and the text that is certain with them."""
+        """Called with new tokens of a request, and the text that they complete. parts: see peagle.result.Piece."""
 
     def finished(self, result: Result) -> None:
-        """Called after the last token of such a request."""
+        """Called after the last token of a request."""
 
 
 def run(pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer | None = None) -> Run:
-    """Answer the conversations.
-
-    Ctrl-C ends the run early: it returns the outcomes so far, `interrupted`.
+    """Answer the conversations. Ctrl-C ends the run early, with the outcomes so far.
 
     Raises InputError, before anything is decoded, for a conversation that cannot be run.
     """
@@ -134,6 +132,8 @@ def run(pair: Pair, conversations: Sequence[Conversation], config: RunConfig, ob
 
 
 class _Session:
+    """A run in progress."""
+
     def __init__(
         self, pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer
     ) -> None:
@@ -148,38 +148,39 @@ class _Session:
         self.done = 0
         default: PrefixCacheSize = "on" if self.total > 1 else "off"
         self.prefix_cache = default if config.engine.prefix_cache is None else config.engine.prefix_cache
-        self.outcomes: dict[int, Outcome] = {}
-        self.waiting: list[tuple[Request, int | None]] = []
+        self.outcomes: dict[int, Outcome] = {}  # by the request's index
+        self.waiting: list[Request] = []  # for the next round
         self.cut_short: dict[int, str] = {}  # by the conversation's number
         self.failed: dict[int, str] = {}  # likewise
         self.compile_s = 0.0
-        needed = pair.capacity([self._widest(number) for number in range(len(conversations))])
+        needed = pair.capacity([self._longest(number) for number in range(len(conversations))])
         self.capacity = needed if config.engine.context is None else config.engine.context
 
     def run(self) -> Run:
-        interrupted, profiled, failed, used = False, None, None, None
+        interrupted, profiled, profile_failed, used = False, None, None, None
         try:
-            for number, together in enumerate(self._rounds()):
-                self._decode_round(number, together)
+            for number, requests in enumerate(self._rounds()):
+                self._decode_round(number, requests)
             used = self._engine(self.num_speculative_tokens).prefix_cache_use
             if self.config.profile is not None:
                 try:
                     profiled = self._profile(self.config.profile)
                 except (InputError, OSError, RuntimeError) as error:  # keep the answers
-                    failed = str(error).partition("\n")[0]
+                    profile_failed = str(error).partition("\n")[0]
         except KeyboardInterrupt:
             interrupted = True
+        engine = self._engine(self.num_speculative_tokens)
         return Run(
             outcomes=[self.outcomes[index] for index in sorted(self.outcomes)],
             capacity=self.capacity,
             compile_s=self.compile_s,
-            host_gap_frac=self._engine(self.num_speculative_tokens).times.gap_frac,
-            costs=self._engine(self.num_speculative_tokens).costs,
-            engine=self._engine(self.num_speculative_tokens).config,
+            host_gap_frac=engine.times.gap_frac,
+            costs=engine.costs,
+            engine=engine.config,
             compares=self.compares,
             prefix_cache=used,
             profile=profiled,
-            profile_failed=failed,
+            profile_failed=profile_failed,
             interrupted=interrupted,
             cut_short=tuple(self.cut_short.values()),
             failed=tuple(self.failed.values()),
@@ -190,55 +191,60 @@ class _Session:
         requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
         return profile(self._engine(self.num_speculative_tokens), requests, directory)
 
-    def _rounds(self) -> Iterator[list[tuple[Request, int | None]]]:
-        """Yield the requests that are decoded together, with their turn numbers.
+    def _rounds(self) -> Iterator[list[Request]]:
+        """Yield the requests with which a round begins.
 
-        Requests that need more room than the engine has are put into `waiting` and begin the next round.
+        With one slot each request has a round of its own. With several, all first turns are in the first round, and
+        requests that need a longer context than it has wait for the next.
         """
-        numbers = range(len(self.conversations))
         if self.slots == 1:
-            for number in numbers:
-                for turn in range(self.conversations[number].num_requests):
-                    if (turned := self._request(number, turn)) is not None:
-                        yield [turned]
+            for number, conversation in enumerate(self.conversations):
+                for turn in range(conversation.num_requests):
+                    if (request := self._request(number, turn)) is not None:
+                        yield [request]
             return
-        self.waiting = [first for number in numbers if (first := self._request(number, 0)) is not None]
+        first_turns = (self._request(number, 0) for number in range(len(self.conversations)))
+        self.waiting = [request for request in first_turns if request is not None]
         while self.waiting:
-            together, self.waiting = self.waiting, []
-            yield together
+            requests, self.waiting = self.waiting, []
+            yield requests
 
-    def _next(self, index: int) -> tuple[Request, int | None] | None:
-        """Make the request of the next turn; None with one slot, since the baseline comes first."""
+    def _following(self, request: Request) -> Request | None:
+        """Make the request of the next turn, if it belongs to the same round."""
         if self.slots == 1:
             return None
-        number = self._number(index)
-        following = self._request(number, index - self.first_index[number] + 1)
-        if following is not None and len(following[0].prompt_ids) + following[0].max_new_tokens > self.capacity:
+        number, turn = self._turn_of(request)
+        following = self._request(number, turn + 1)
+        if following is not None and len(following.prompt_ids) + following.max_new_tokens > self.capacity:
             self.waiting.append(following)
             return None
         return following
 
-    def _number(self, index: int) -> int:
-        """Return the number of the conversation that a request belongs to."""
-        return bisect.bisect_right(self.first_index, index) - 1
+    def _turn_of(self, request: Request) -> tuple[int, int]:
+        """Return (the number of a request's conversation, its turn)."""
+        number = bisect.bisect_right(self.first_index, request.index) - 1
+        return number, request.index - self.first_index[number]
 
-    def _request(self, number: int, turn: int) -> tuple[Request, int | None] | None:
+    def _shown_turn(self, request: Request) -> int | None:
+        number, turn = self._turn_of(request)
+        return turn if self.conversations[number].numbered else None
+
+    def _request(self, number: int, turn: int) -> Request | None:
         """Make the request of a turn; None if the conversation has no such turn, or was cut short."""
         conversation, first = self.conversations[number], self.first_index[number]
         if turn >= conversation.num_requests or number in self.cut_short or number in self.failed:
             return None
         answers = [self.outcomes[first + earlier].result.text or "" for earlier in range(turn)]
         try:
-            request = self._make(conversation, answers, first + turn)
+            return self._make(conversation, answers, first + turn)
         except InputError as error:
             if turn == 0:
                 raise
             self.cut_short[number] = f"turn {turn + 1} of {conversation.num_requests} was not run: {error}"
             return None
-        return request, turn if conversation.numbered else None
 
-    def _widest(self, number: int) -> Request:
-        """Make a request of the conversation's greatest length. Raises InputError as `Pair.request`."""
+    def _longest(self, number: int) -> Request:
+        """Make a request as long as the conversation may become. Raises InputError as `Pair.request`."""
         conversation, budget = self.conversations[number], self.config.max_new_tokens
         first = self._make(conversation, [], self.first_index[number])
         turns = conversation.num_requests
@@ -246,8 +252,8 @@ class _Session:
             return first
         # unknown answers take their budget and a few tokens more: their text may be tokenised differently
         last = self._make(conversation, [" "] * (turns - 1), 0)
-        width = min(len(last.prompt_ids) + turns * budget, self.pair.room(self.config.engine.context))
-        return dataclasses.replace(last, max_new_tokens=max(width - len(last.prompt_ids), 1))
+        length = min(len(last.prompt_ids) + turns * budget, self.pair.room(self.config.engine.context))
+        return dataclasses.replace(last, max_new_tokens=max(length - len(last.prompt_ids), 1))
 
     def _make(self, conversation: Conversation, answers: Sequence[str], index: int) -> Request:
         config = self.config
@@ -265,10 +271,6 @@ class _Session:
             grammar=config.grammar,
         )
 
-    def _all_engines(self) -> list[AnyEngine]:
-        kinds = [self.num_speculative_tokens] + ([0] if self.compares else [])
-        return [self._engine(kind) for kind in kinds]
-
     def _engine(self, num_speculative_tokens: int) -> AnyEngine:
         config = self.config.engine
         if not num_speculative_tokens:  # the baseline
@@ -283,17 +285,13 @@ class _Session:
         )
         return self.pair.engine(resolved)
 
-    def _decode_round(self, number: int, together: list[tuple[Request, int | None]]) -> None:
-        requests = [request for request, _ in together]
-        if self.config.engine.context is None:
-            # in the next prompt an answer's text may be tokenised into more tokens than were emitted
-            needed, step = (
-                self.pair.capacity(requests),
-                1 if self.config.engine.blocked is None else self.config.engine.blocked.step,
-            )
-            if needed > self.capacity:
-                self.capacity = -(-needed // step) * step
-        for engine in self._all_engines():
+    def _decode_round(self, number: int, requests: list[Request]) -> None:
+        """Decode requests and the turns that follow them, and plainly for comparison."""
+        if self.config.engine.context is None and (needed := self.pair.capacity(requests)) > self.capacity:
+            # an answer's text may take more tokens in the next prompt than were emitted
+            step = 1 if self.config.engine.blocked is None else self.config.engine.blocked.step
+            self.capacity = -(-needed // step) * step
+        for engine in [self._engine(k) for k in [self.num_speculative_tokens] + [0] * self.compares]:
             self.observer.compiling()
             before = engine.compile_s
             engine.warm_up(
@@ -303,13 +301,12 @@ class _Session:
                 constrained=self.config.grammar is not None,
             )
             self.compile_s += engine.compile_s - before
-        fast = self._engine(self.num_speculative_tokens)
         plain_results: list[Result] = []
         plain_first = self.compares and self.slots == 1 and number % 2 == 1
         if plain_first:
             plain_results = self._decode_plainly(requests)
         self.observer.decoding(self.done, self.total, plainly=False)
-        decoded = self._decode_shown(fast, together)
+        decoded = self._decode_shown(requests)
         if self.compares and not plain_first:
             plain_results = self._decode_plainly(decoded)
         for plain in plain_results:
@@ -317,36 +314,34 @@ class _Session:
                 self._compare(self.outcomes[plain.request.index], plain)
         self.done += len(decoded)
 
-    def _decode_shown(self, engine: AnyEngine, together: list[tuple[Request, int | None]]) -> list[Request]:
-        """Decode requests and the turns that follow them; return all decoded requests.
+    def _decode_shown(self, requests: list[Request]) -> list[Request]:
+        """Decode requests and the turns that follow them, and store their outcomes; return all decoded requests.
 
-        Stores their outcomes; after an interruption, those of requests that have a token.
+        After an interruption, requests without a token have no outcome.
         """
-        turns: dict[int, int | None] = {}
+        engine = self._engine(self.num_speculative_tokens)
         assemblers: dict[Handle, Assembler] = {}
 
-        def start(starting: list[tuple[Request, int | None]]) -> None:
-            for request, turn in starting:
-                self.observer.started(request, turn)
-                turns[request.index] = turn
-            requests = [request for request, _ in starting]
-            assemblers.update(submit(engine, requests, self.pair.tokenizer, self.config.show_drafts))
+        def start(starting: list[Request]) -> None:
+            for request in starting:
+                self.observer.started(request, self._shown_turn(request))
+            assemblers.update(submit(engine, starting, self.pair.tokenizer, self.config.show_drafts))
 
         def end(assembler: Assembler) -> None:
             result = assembler.result()
             if result.error is not None:
-                self.failed[self._number(result.request.index)] = result.error
+                self.failed[self._turn_of(result.request)[0]] = result.error
             if result.output_ids:
-                self.outcomes[result.request.index] = Outcome(result, turns[result.request.index])
+                self.outcomes[result.request.index] = Outcome(result, self._shown_turn(result.request))
 
-        start(together)
+        start(requests)
         try:
             with contextlib.closing(follow(engine, assemblers)) as pieces:
                 for assembler, piece in pieces:
                     self.observer.emitted(assembler.request, piece.token_ids, piece.text, piece.parts)
                     if assembler.finish_reason is not None:
                         end(assembler)
-                        if (following := self._next(assembler.request.index)) is not None:
+                        if (following := self._following(assembler.request)) is not None:
                             start([following])
                         # after `start`, so that a display in order has the next turn
                         self.observer.finished(assembler.result())
@@ -360,22 +355,23 @@ class _Session:
 
     def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
         self.observer.decoding(self.done, self.total, plainly=True)
-        engine, done = self._engine(0), 0
-        known = [self.outcomes.get(request.index) for request in requests]
+        outcomes = [self.outcomes.get(request.index) for request in requests]
         # after speculation, as many tokens as it gave
         total = sum(
             request.max_new_tokens if outcome is None else len(outcome.result.output_ids)
-            for request, outcome in zip(requests, known, strict=True)
+            for request, outcome in zip(requests, outcomes, strict=True)
         )
+        done = 0
 
         def decoded(piece: Piece) -> None:
             nonlocal done
             done += len(piece.token_ids)
             self.observer.compared(done, total)
 
-        return decode(engine, requests, self.pair.tokenizer, decoded)
+        return decode(self._engine(0), requests, self.pair.tokenizer, decoded)
 
     def _compare(self, outcome: Outcome, plain: Result) -> None:
+        """Store plain decoding's result, and the first difference from it with its margin."""
         outcome.baseline = plain
         result = outcome.result
         index = first_difference(result.output_ids, plain.output_ids)

@@ -1,4 +1,4 @@
-"""A training's record and time: recipe.json, the deadline of --minutes, and the steps that fit into it."""
+"""A training's recipe.json, the deadline of --minutes, and the steps that fit into it."""
 
 import bisect
 import dataclasses
@@ -28,18 +28,15 @@ from peagle.ops.records import difference_in_words, flat
 from peagle.ops.strict_json import dumps
 from peagle.workflows.training_data import shares
 
-SHORT_ROW = 512  # tokens of a row, or a part of one, that needs no further cut
-MEASURED_STEPS, LEAST_MEASURED = 6, 3  # to plan --minutes; the first compiles
-MEASURED_FRAC = 0.05  # of the time, if steps are slow
-LEAST_BETWEEN, MEASURED_TIMES = 10, 20  # steps between losses on held-out documents, and their number
-PLANNED_FRAC = 0.9  # of the time, so that a slower machine still ends the schedule
-OPTIONS = {  # of values in a record whose options have other names
+SHORT_ROW = 512  # parts of a row are not shorter than this many tokens
+MEASURED_STEPS, LEAST_MEASURED = 6, 3  # steps to plan --minutes; the first compiles
+MEASURED_FRAC = 0.05  # of --minutes, to measure slow steps
+LEAST_BETWEEN, MEASURED_TIMES = 10, 20  # losses on held-out documents: the fewest steps between two, the most of them
+PLANNED_FRAC = 0.9  # of --minutes, so that a machine that slows down still ends the schedule
+OPTIONS = {  # by value in recipe.json, if the option has another name
     "rows_per_step": "--rows",
     "data.mix": "--mix",
     "data.held_out": "--held-out",
-    "recipe.cod.depth": "--depth",
-    "recipe.cod.ratio": "--ratio",
-    "recipe.cod.min_ratio": "--min-ratio",
     "recipe.warmup_frac": "--warmup",
     "recipe.decay_frac": "--decay",
     "recipe.clip_norm": "--clip",
@@ -47,14 +44,11 @@ OPTIONS = {  # of values in a record whose options have other names
     "recipe.compute_dtype": "--dtype",
     "drafter.windows": "--drafter-window",
 }
-GIVEN, LENGTH = "data.given", "recipe.steps"  # values that may differ when a training continues
+MAY_DIFFER = ("data.given", "recipe.steps")  # values in recipe.json, when a training continues
 
 
 def even_parts(config: DrafterConfig, width: int) -> int:
-    """Count the equal parts of a row that take a short row's memory with their windows.
-
-    1 if a layer has no window.
-    """
+    """Choose the equal parts of a row, so that each takes the memory of a short row. 1 if a layer has no window."""
     if config.context_reach is None:
         return 1
     parts = max(1, width // max(SHORT_ROW, config.context_reach))
@@ -62,7 +56,7 @@ def even_parts(config: DrafterConfig, width: int) -> int:
 
 
 def check_parts(config: DrafterConfig, recipe: Recipe) -> None:
-    """Raise InputError for parts of different lengths, if the drafter has windows."""
+    """Raise InputError for parts of unequal length, if the drafter has a window."""
     if config.context_reach is not None and recipe.width % recipe.parts:
         raise InputError(
             f"--parts is {recipe.parts}, and does not divide the {recipe.width} tokens of --width; expected parts of "
@@ -93,10 +87,10 @@ def record_recipe(
     command: Mapping[str, Any],
     covered: Coverage | None,
 ) -> None:
-    """Write recipe.json, or check that it is the same; more steps go under `continued`.
+    """Write recipe.json. In a training that continues, check that it is the same, and add more steps to `continued`.
 
-    command: the options as typed, for --resume. covered: the data's coverage by a narrowed vocabulary. Raises
-    InputError that names every difference.
+    begun: the recipe.json of that training. command: the options as typed, for --resume. covered: the data's coverage
+    by a narrowed vocabulary. Raises InputError that names all differences.
     """
     folders = [folder for folder, _ in shares(data)]
     record = {
@@ -116,7 +110,7 @@ def record_recipe(
         return
     stated = flat(record).keys()  # without the values that a later version adds
     then, now = (
-        {key: value for key, value in flat(values).items() if key in stated and key not in (GIVEN, LENGTH)}
+        {key: value for key, value in flat(values).items() if key in stated and key not in MAY_DIFFER}
         for values in (with_held_out(begun), record)
     )
     if difference := difference_in_words(then, now, _option):
@@ -130,18 +124,18 @@ def record_recipe(
 
 
 def with_held_out(begun: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the share of held-out documents to a record of an older version: 0."""
+    """Add the share of held-out documents to a record of a version that held out none."""
     return {**begun, "data": {"held_out": 0.0, **begun["data"]}}
 
 
 def _option(key: str) -> str:
-    """Name the option of a value in the record, or the value itself."""
+    """Name the option that sets a value of the record, or the value."""
     if key in OPTIONS:
         return OPTIONS[key]
     kind, _, name = key.partition(".")
-    return {"data": "--data", "target": "--target", "drafter": f"the drafter's {name.replace('_', ' ')}"}.get(
-        kind, "--" + name.replace("_", "-")
-    )
+    if kind == "drafter":
+        return f"the drafter's {name.replace('_', ' ')}"
+    return f"--{kind}" if kind in ("data", "target") else "--" + key.rpartition(".")[2].replace("_", "-")
 
 
 def _write_record(out: Path, record: Mapping[str, Any]) -> None:
@@ -149,14 +143,14 @@ def _write_record(out: Path, record: Mapping[str, Any]) -> None:
 
 
 class Deadline:
-    """The end of --minutes of training, counted from the first step."""
+    """The end of --minutes, counted from the first step."""
 
     def __init__(self, minutes: float | None) -> None:
         self._seconds = math.inf if minutes is None else 60 * minutes
         self._end: float | None = None
 
     def over(self) -> bool:
-        """Test whether no further step may begin; call it before each step."""
+        """Test whether the time is over. Call it before each step."""
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._seconds
@@ -164,7 +158,7 @@ class Deadline:
 
 
 def held_out_every(steps: int) -> int:
-    """Return the number of steps between two losses on held-out documents."""
+    """Return the steps between two losses on held-out documents."""
     return max(LEAST_BETWEEN, -(-steps // MEASURED_TIMES))
 
 
@@ -173,14 +167,14 @@ def planned_steps(
 ) -> int:
     """Count the steps that fit into the minutes, with evaluations and held-out losses.
 
-    evaluation_s, held_out_s: the time of one; 0 if there is none. evaluate_every: steps between evaluations; 0: only
-    one at the end.
+    evaluation_s, held_out_s: seconds of one; 0 without them. evaluate_every: steps between evaluations; 0: one at the
+    end.
     """
 
     def seconds(steps: int) -> float:
-        evaluations = -(-steps // evaluate_every) if evaluate_every else 1
-        measured = min(MEASURED_TIMES, -(-steps // LEAST_BETWEEN))
-        return steps * step_s + evaluations * evaluation_s + measured * held_out_s
+        num_evaluations = -(-steps // evaluate_every) if evaluate_every else 1
+        num_losses = min(MEASURED_TIMES, -(-steps // LEAST_BETWEEN))
+        return steps * step_s + num_evaluations * evaluation_s + num_losses * held_out_s
 
     budget = PLANNED_FRAC * 60 * minutes
     return bisect.bisect_right(range(1, 1 + int(budget / step_s)), budget, key=seconds)
@@ -189,9 +183,9 @@ def planned_steps(
 def seconds_per_step(
     trainer: Trainer, initial: DrafterParams, at_most_s: float, measured: Callable[[int, int], object]
 ) -> float:
-    """Measure the median time of a step on throw-away parameters, without compilation.
+    """Return the median time of a step without compilation. Trains a copy of the parameters.
 
-    Slow steps are measured for about at_most_s. Calls measured(runs done, all runs) before each run.
+    Measures for about at_most_s if steps are slow. Calls measured(steps done, total) before each step.
     """
     step, state = trainer.compiled(), trainer.begin(initial)
     times: list[float] = []
@@ -206,7 +200,7 @@ def seconds_per_step(
 
 
 def seconds_of_held_out(trainer: Trainer, initial: DrafterParams) -> float:
-    """Measure the time of a loss on held-out documents without compilation; 0 without them."""
+    """Return the time of a loss on held-out documents without compilation; 0 without such documents."""
     if trainer.held_out is None:
         return 0.0
     state = trainer.begin(initial)

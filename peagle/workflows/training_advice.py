@@ -1,4 +1,4 @@
-"""Messages about a training: its recipe, memorised data, a weak drafter, and the next thing to try."""
+"""Messages about a training: its recipe, memorised data, a weak drafter and what to try next."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -12,16 +12,16 @@ from drafter.train.recipe import SHORT_STEPS, Recipe, Update
 from drafter.train.shards import Document
 from drafter.trained import DRAFTER
 from drafter.vocabulary import Coverage
-from peagle.workflows.training_data import answers
+from peagle.workflows.training_data import answer_tokens
 
-RISEN = 1.02  # a held-out loss above so many times the best one has risen
-PARTED_HITS = 0.2  # first drafts right in training minus held out, from which on the data is memorised
+RISEN = 1.02  # a held-out loss has risen if it is above this many times the best one
+MEMORISED_HITS = 0.2  # data is memorised if the share of right first drafts exceeds the held-out one by this
 WEAK_ACCEPTANCE = 2
-FEW_EPOCHS = 2  # with fewer, a training lacks steps rather than prompts
+FEW_EPOCHS = 2  # a training of fewer lacks steps rather than prompts
 
 
 def recipe_in_words(recipe: Recipe, typed: Collection[str], *, init: bool) -> str:
-    """Describe the update rule, and the reason for it."""
+    """Describe the update rule and the reason for it."""
     update = Update(**{field.name: getattr(recipe, field.name) for field in dataclasses.fields(Update)})
     if {"optimizer", "learning_rate", "other_rate"} & set(typed):
         why = "as given"
@@ -35,7 +35,7 @@ def recipe_in_words(recipe: Recipe, typed: Collection[str], *, init: bool) -> st
 
 
 def epochs_in_words(epochs: Sequence[float]) -> str:
-    """Format epochs by parts of the data. Example: 2.4 epochs."""
+    """Format the epochs of each part of the data. Example: 2.4 and 0.6 epochs."""
     return f"{' and '.join(f'{count:.1f}' for count in epochs)} epochs"
 
 
@@ -44,29 +44,29 @@ def share(value: float) -> str:
     return f"{value:.2f}".removeprefix("0")
 
 
-def parted_curves(log: Sequence[Mapping[str, Any]]) -> str | None:
+def memorised_data(log: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning about a drafter that memorises its data, or None.
 
-    Its held-out loss rises while that of training falls, or it is right far more often in training.
+    Its loss rises on held-out documents and falls in training, or its drafts are right far more often in training.
     """
     measured, best = [line for line in log if HELD_OUT in line], best_held_out(log)
     trained = {line["step"]: line for line in log if "loss" in line}
     if best is None or measured[-1]["step"] not in trained or best["step"] not in trained:
         return None
     last, now, then = measured[-1], trained[measured[-1]["step"]], trained[best["step"]]
-    known, new = now["hits_by_depth"][0], last[HELD_OUT]["hits_by_depth"][0]
+    in_training, held_out = now["hits_by_depth"][0], last[HELD_OUT]["hits_by_depth"][0]
     rises = last[HELD_OUT]["loss"] > RISEN * best[HELD_OUT]["loss"] and now["loss"] < then["loss"]
-    if not rises and known - new < PARTED_HITS:
+    if not rises and in_training - held_out < MEMORISED_HITS:
         return None
     return (
         f"the drafter memorises its data: at step {last['step']}, after {epochs_in_words(now['epochs'])}, the first "
-        f"draft is right in {share(known)} of the places there and in {share(new)} of held-out ones (best step: "
-        f"{best['step']}); more prompts help more than more steps"
+        f"draft is right in {share(in_training)} of the places there and in {share(held_out)} of held-out ones (best "
+        f"step: {best['step']}); more prompts help more than more steps"
     )
 
 
 def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> str | None:
-    """Return the next things to try for a drafter of low acceptance; None for another."""
+    """Return a warning about low acceptance with the next things to try, or None."""
     evaluated = [line[EVALUATION]["acceptance_length"] for line in log if EVALUATION in line]
     trained = [line for line in log if "loss" in line]
     best = best_held_out(log)
@@ -83,7 +83,7 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
     prompts, minutes = "more prompts (peagle data)", f"more minutes (--out {out} --resume --minutes N)"
     epochs = max(trained[-1].get("epochs", [0.0])) if trained else 0.0  # old logs lack them
     tries = [minutes, prompts] if epochs < FEW_EPOCHS else [prompts, minutes]
-    if parted_curves(log):
+    if memorised_data(log):
         tries.remove(minutes)
     if not init:
         tries.append("--init with a trained drafter")
@@ -93,7 +93,6 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
 
 def coverage_in_words(documents: Sequence[Document], token_ids: np.ndarray, measured: Coverage) -> str:
     """Describe a draft vocabulary. Example: 512 tokens, 12 of which no answer holds: ..."""
-    written = np.unique(np.concatenate(list(answers(documents))))
-    absent = int(np.sum(~np.isin(token_ids, written)))
+    absent = int(np.sum(~np.isin(token_ids, np.concatenate(list(answer_tokens(documents))))))
     lacking = f", {absent:,} of which no answer holds" if absent else ""
     return f"{len(token_ids):,} tokens{lacking}: {measured.in_words()}"

@@ -1,4 +1,4 @@
-"""The data of a training: documents of `peagle data`, their rows, and whether they fit target and drafter."""
+"""The data of a training: documents of `peagle data`, packed into rows, and checks against target and drafter."""
 
 import dataclasses
 import warnings
@@ -16,15 +16,15 @@ from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, r
 from drafter.vocabulary import Coverage, coverage
 from peagle.ops.errors import InputError, InputWarning
 
-ROOM_QUANTILE = 0.75  # of rows: this share has all its trained tokens in the shapes of the program
-EDGE = 2  # a chain begins up to so many tokens before the first one that it predicts
+ROOM_QUANTILE = 0.75  # the share of rows whose trained tokens all have room in the program's shapes
+EDGE = 2  # a chain begins up to this many tokens before the first token that it predicts
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-    """The documents of a training; those that are not held out are packed into rows."""
+    """The documents of a training."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # rows of the documents that are not held out
     documents: list[Document]  # all
     held_out: list[Document]
 
@@ -33,15 +33,15 @@ def training_data(
     parts: Sequence[tuple[Path, int]],
     rows: int,
     width: int,
-    mix: Sequence[tuple[int, int]] = (),
-    held_out_frac: float = 0.0,
-    seed: int = 0,
+    mix: Sequence[tuple[int, int]],
+    held_out_frac: float,
+    seed: int,
 ) -> TrainingData:
-    """Read folders (path, share of a step's rows), and pack documents into rows of `width`.
+    """Read folders, and pack their documents into rows of `width` tokens.
 
-    mix: shares by the length of a document instead. held_out_frac: the most of each folder's (or length's) documents to
-    hold out; an evaluation has room for so many. Raises InputError for shares that do not divide the rows, a folder
-    without a token to train on, and rows longer than all the data.
+    parts: (folder, share of a step's rows). mix: instead, (most tokens of a document, share). held_out_frac: the most
+    of each part's documents to hold out; fewer if an evaluation lacks room. Raises InputError for shares that do not
+    divide the rows, a folder without a token to train on, and rows longer than all the data.
     """
     total = sum(share for _, share in parts)
     if mix and total > len(parts):
@@ -80,18 +80,16 @@ def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:
         mix = ()
     lengths = [most for most, _ in mix]
     if not mix or lengths != sorted(set(lengths)) or min(lengths) < 1 or min(share for _, share in mix) < 1:
-        raise InputError(
-            f"--mix is {typed!r}; expected lengths that rise, each with a whole share, as 512:5,2048:2,4096:1"
-        )
+        raise InputError(f"--mix is {typed!r}; expected ascending lengths with whole shares, as 512:5,2048:2,4096:1")
     return mix
 
 
 def mixed(
     documents: Sequence[Document], mix: Sequence[tuple[int, int]], rows: int, width: int
 ) -> list[tuple[list[Document], int]]:
-    """Split documents by length, each part with its number of a step's rows.
+    """Split documents by length; return (documents, rows of a step) of each part.
 
-    Raises InputError for shares that do not divide the rows, a length without a document or wider than a row, and a
+    Raises InputError for shares that do not divide the rows, a length without a document or beyond a row's, and a
     document longer than all lengths.
     """
     total = sum(share for _, share in mix)
@@ -101,7 +99,7 @@ def mixed(
     if mix[-1][0] > width:
         raise InputError(f"--mix names documents of {mix[-1][0]} tokens; expected at most --width, {width}")
     if longest > mix[-1][0]:
-        raise InputError(f"--mix ends at {mix[-1][0]} tokens, and the longest document has {longest}; name that, too")
+        raise InputError(f"--mix ends at {mix[-1][0]} tokens, and the longest document has {longest}; add that length")
     groups, least = [], 0
     for most, share in mix:
         group = [document for document in documents if least < len(document.token_ids) <= most]
@@ -116,7 +114,7 @@ def mixed(
 
 
 def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
-    """Parse DIR[:SHARE] to (folder, its share of a step's rows). Raises InputError."""
+    """Parse --data, each DIR[:SHARE], to (folder, share of a step's rows). Raises InputError."""
     if not typed:
         raise InputError("no training data is given; expected --data DIR, a folder that peagle data wrote")
     parts = []
@@ -129,9 +127,9 @@ def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
 
 
 def anchors(sources: Sequence[Source], segments: Segments) -> tuple[int, int]:
-    """Choose the room for chains: (trained tokens of a row, of its fullest part).
+    """Choose how many anchors of chains have room: (in a row, in a part of it).
 
-    Most rows have no more trained tokens; fuller rows are sampled.
+    Most rows have no more trained tokens; those of fuller rows are sampled.
     """
     ends = np.asarray(segments.ends)
     in_row, in_part = [], []
@@ -143,14 +141,14 @@ def anchors(sources: Sequence[Source], segments: Segments) -> tuple[int, int]:
     return room, min(room, int(np.quantile(in_part, ROOM_QUANTILE)) + EDGE)
 
 
-def answers(documents: Sequence[Document]) -> Iterator[np.ndarray]:
-    """Yield the tokens of each document that the target wrote."""
+def answer_tokens(documents: Sequence[Document]) -> Iterator[np.ndarray]:
+    """Yield the target's own tokens of each document."""
     return (document.token_ids[document.trained] for document in documents)
 
 
 def data_coverage(documents: Sequence[Document], token_ids: np.ndarray, num_drafts: int) -> Coverage:
-    """Measure a draft vocabulary's share of the answers. Raises InputError if it is 0."""
-    measured = coverage(answers(documents), token_ids, num_drafts)
+    """Measure how much of the answers a draft vocabulary covers. Raises InputError if it is nothing."""
+    measured = coverage(answer_tokens(documents), token_ids, num_drafts)
     if not measured.frac:
         raise InputError(
             f"none of the {len(token_ids):,} tokens of the draft vocabulary is in an answer of the data; expected "
@@ -160,16 +158,16 @@ def data_coverage(documents: Sequence[Document], token_ids: np.ndarray, num_draf
 
 
 def self_contained(documents: Sequence[Document]) -> bool:
-    """Test whether the data holds aux_hidden and best tokens, so that no target need run."""
+    """Test whether the data holds aux_hidden and best tokens, so that training does not run the target."""
     return all({"aux_hidden", "top_ids"} <= document.teacher.keys() for document in documents)
 
 
 def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: DrafterShape) -> None:
-    """Raise InputError for data of another vocabulary or layers, and for a --mask-token in it.
+    """Raise InputError for data of another vocabulary or other layers, and for a --mask-token that is in the data.
 
-    Warns of a mask token in the data that no option named: that of --init, or the rarest token, as none is free.
+    Warns of another mask token in the data: that of --init, or the rarest token if none is free.
     """
-    uses = 0
+    uses = 0  # of the mask token
     for document in documents:
         ids = document.token_ids
         if len(ids) and not 0 <= ids.min() <= ids.max() < config.vocab_size:
@@ -195,16 +193,15 @@ def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: Dr
 
 
 def kept_of_prompts(folders: Sequence[Path]) -> int | None:
-    """Return the most tokens of a prompt that the data keeps; None: all."""
+    """Return how many tokens of a prompt the data keeps at most; None: all."""
     kept = [read_manifest(folder).get(KEPT) for folder in folders]
     return min((number for number in kept if number is not None), default=None)
 
 
 def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int, *, strict: bool) -> None:
-    """Raise InputError for hidden states or logits of another target or other layers.
+    """Raise InputError for hidden states or logits of another target or of other layers, and for prompts cut too short.
 
-    Also for prompts cut shorter than the drafter's windows reach. Text of another target is an error if strict, else a
-    warning.
+    Text of another target is an error if strict, else a warning.
     """
     for folder in folders:
         manifest = read_manifest(folder)

@@ -27,7 +27,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import TiledExperts
 from peagle.ops.memory import tree_bytes
 from peagle.pair import Pair
-from peagle.workflows.random_checkpoint import IN_BLOCKS, IN_TURN, PARALLEL, SIZES, DrafterShape
+from peagle.workflows.random_checkpoint import DFLASH, EAGLE_3, P_EAGLE, SIZES, DrafterGeometry
 from scripts.gpu.parts import bytes_of_parts, parts
 from scripts.runs import Json
 from scripts.steps import NEW_TOKENS, PROMPT_TOKENS, PUBLISHED_RATE, random_request, synthetic_engine, time_steps
@@ -37,7 +37,7 @@ from target.random import random_bytes, random_params
 NARROW_VOCAB = 32768  # a reduced draft vocabulary, as drafters of large vocabularies have
 REPEATS = 3
 PROFILED_TOKENS = 48
-DRAFTERS = (PARALLEL, IN_TURN, IN_BLOCKS)
+DRAFTERS = (P_EAGLE, EAGLE_3, DFLASH)
 Batches: TypeAlias = dict[int, tuple[NumDrafts, ...]]  # K by the number of requests
 FIXED: Batches = {1: (0, 5, 7), 8: (0, 3)}
 ADAPTIVE: Batches = dict.fromkeys((1, 8, 32), (0, AUTO))
@@ -128,7 +128,7 @@ class Shape:
         yield from map(alone, ALONE)
         yield Section(f"{self.name}: parts", self.by_part, seconds)
         yield from (speculation(kind.name, 1, kind, None, FIXED) for kind in DRAFTERS)
-        yield speculation("auto", 2, PARALLEL, None, ADAPTIVE)
+        yield speculation("auto", 2, P_EAGLE, None, ADAPTIVE)
         if self.config.vocab_size > NARROW_VOCAB:
             for kind in DRAFTERS:
                 yield speculation(f"{kind.name}, head of {NARROW_VOCAB}", 1, kind, NARROW_VOCAB, {1: (0, 7)})
@@ -188,7 +188,7 @@ class Shape:
             for part, us in spent.items():
                 yield {"shape": self.name, "part": part, "batch": batch, "us": us, "mb": read.get(part, 0.0) / 1e6}
 
-    def speculation(self, kind: DrafterShape, vocab: int | None, batches: Batches) -> Iterator[Json]:
+    def speculation(self, kind: DrafterGeometry, vocab: int | None, batches: Batches) -> Iterator[Json]:
         """Time steps with a drafter of a public geometry, and plain decoding beside them in turns.
 
         Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one
@@ -221,7 +221,7 @@ class Shape:
         if vocab is None and 7 in engines[1]:  # last, since its program compiles anew
             yield line | {"batch": 1, "k": 7} | shares(engines[1][7], random_request(vocab_size, 0))
 
-    def random_drafter(self, kind: DrafterShape, draft_vocab: int | None) -> Any:
+    def random_drafter(self, kind: DrafterGeometry, draft_vocab: int | None) -> Any:
         """Make a drafter that shares its target's embedding: 80 GB have little room beside the 120b."""
         shape = kind.config(self.config, draft_vocab)
         make = jax.jit(lambda key: init_drafter(shape, key, jnp.bfloat16).replace(embedding=None))

@@ -14,7 +14,7 @@ import numpy as np
 
 from peagle.measure.bench import WeightBytes
 from peagle.ops.strict_json import dumps
-from peagle.workflows.random_checkpoint import IN_TURN, PARALLEL
+from peagle.workflows.random_checkpoint import EAGLE_3, P_EAGLE
 from scripts.peers.remote import Child
 from target.config import TargetConfig
 from target.dialects import tensor_shapes
@@ -22,7 +22,7 @@ from target.dialects import tensor_shapes
 OURS, LLAMA, VLLM = "peagle", "llama.cpp", "vllm"
 NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", LLAMA, VLLM)
 DEFAULT = tuple(name for name in NAMES if name != "peagle-xla")
-DRAFTERS = {"p-eagle": PARALLEL, "eagle3": IN_TURN}
+DRAFTERS = {"p-eagle": P_EAGLE, "eagle3": EAGLE_3}
 ALL_CALLS = ("decode", "verify", "logits", "decode_many")
 MOST_REQUESTS = 256  # sequences of a context of llama.cpp
 VLLM_MEMORY = 0.9  # of a GPU, shared by all engines on it

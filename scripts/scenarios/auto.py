@@ -26,7 +26,7 @@ from peagle.ops.files import expect_new
 from peagle.pair import Pair
 from peagle.workflows.random_checkpoint import (
     LEAST_LAYERS,
-    PARALLEL,
+    P_EAGLE,
     SIZES,
     write_random_checkpoint,
     write_random_drafter,
@@ -85,7 +85,7 @@ def random_pair(scratch: Path, size: str) -> Pair:
     if config.num_layers < LEAST_LAYERS:
         config = dataclasses.replace(config, layer_types=(config.layer_types * LEAST_LAYERS)[:LEAST_LAYERS])
     write_random_checkpoint(scratch / "target", config)
-    write_random_drafter(scratch / "drafter", PARALLEL, config)
+    write_random_drafter(scratch / "drafter", P_EAGLE, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InputWarning)  # of the missing tokenizer and stop token
         return load(scratch / "target", scratch / "drafter")

@@ -1,4 +1,4 @@
-"""Count by the drafter's confidence how often drafts are right: how far it can be trusted, and what `auto` begins with.
+"""Count how often drafts are right by the drafter's probability of them. `-k auto` begins with these counts.
 
 Every request is decoded once more by an adaptive engine that verifies every draft (`Engine.count_acceptance`).
 """
@@ -15,57 +15,55 @@ from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
 from peagle.engine.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
 from peagle.engine.widths import MIDDLES, Counts
-from peagle.measure.sweep.headline import place_text
-from peagle.measure.sweep.plan import Plan, Variant
+from peagle.measure.provenance import origin_text
+from peagle.measure.sweep.plan import Plan
 from peagle.measure.sweep.run import Progress, SweepRun, models_of
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
 KINDS = ("greedy", "sampled")
-LEAST_TRIES = 8  # of a point
+LEAST_TRIES = 8  # drafts behind a point of the picture
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The counts of one drafter, with num_drafts drafts at most in a step."""
+    """The counts of a drafter. num_drafts: the most of a step."""
 
     label: str
     num_drafts: int
     counts: Counts
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON's values."""
         counts = dict(zip(KINDS, self.counts, strict=True))
         return {"label": self.label, "num_drafts": self.num_drafts, "counts": counts}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Calibration":
         """Undo `to_json`."""
-        counts = (tuple(tuple((t, a) for t, a in bins) for bins in value["counts"][kind]) for kind in KINDS)
-        return cls(value["label"], value["num_drafts"], tuple(counts))
+        return cls(value["label"], value["num_drafts"], _counts([value["counts"][kind] for kind in KINDS]))
 
     def points(self, kind: str) -> list[tuple[float, float]]:
-        """Return (the drafter's probability, share of right drafts) of its bins, over all drafts of a step."""
-        tried, right = np.sum(self.counts[KINDS.index(kind)], axis=0).T
+        """Return (the drafter's probability, share of right drafts) of the bins, over all positions of a step."""
+        bins = np.sum(self.counts[KINDS.index(kind)], axis=0)
         return [
-            (middle, float(right[place] / tried[place]))
-            for place, middle in enumerate(MIDDLES)
-            if tried[place] >= LEAST_TRIES
+            (middle, float(right / tried))
+            for middle, (tried, right) in zip(MIDDLES, bins, strict=True)
+            if tried >= LEAST_TRIES
         ]
 
 
 def calibrate(run: SweepRun, progress: Progress) -> list[Calibration]:
-    """Count the acceptance of each drafter that the plan runs by `auto`."""
+    """Count the acceptance of each drafter that a variant with `auto` uses."""
     plan = run.plan
     variants = {models_of(variant): variant for variant in plan.variants if not isinstance(variant.k, int)}
-    work = list(itertools.product(variants.values(), enumerate(run.requests.items())))
+    work = list(itertools.product(variants.values(), run.requests.items()))
     by_label: dict[str, list[Calibration]] = {}
-    for done, (variant, (_, (workload, requests))) in enumerate(work):
+    for done, (variant, (workload, requests)) in enumerate(work):
         progress(done, len(work))
         if (workload, variant) in run.failed:
             continue
         sampling = SamplingParams(workload.temperature, seed=plan.seed)
-        engine, num_drafts = run.counting_engine(variant, _most_drafts(plan, variant, run))
+        engine, num_drafts = run.counting_engine(variant)
         engine.warm_up(sampled=not sampling.greedy)
         counts = engine.one.count_acceptance([run.request(request, sampling) for request in requests])
         label = variant.drafter or "the drafter"
@@ -73,24 +71,23 @@ def calibrate(run: SweepRun, progress: Progress) -> list[Calibration]:
     return [_pooled(parts) for parts in by_label.values()]
 
 
-def _most_drafts(plan: Plan, variant: Variant, run: SweepRun) -> int:
-    """Choose the most drafts of a step: the largest K of the plan, else that of `auto`."""
-    return max((k for k in plan.ks if isinstance(k, int)), default=0) or run.auto_drafts(variant)
-
-
 def _pooled(parts: Sequence[Calibration]) -> Calibration:
+    """Add up the counts of one drafter in several workloads."""
     total = np.sum([np.asarray(part.counts) for part in parts], axis=0)
-    counts = tuple(tuple(tuple((t, a) for t, a in bins) for bins in kind) for kind in total.tolist())
-    return Calibration(parts[0].label, parts[0].num_drafts, counts)
+    return Calibration(parts[0].label, parts[0].num_drafts, _counts(total.tolist()))
+
+
+def _counts(lists: Sequence[Any]) -> Counts:
+    return tuple(tuple(tuple((tried, right) for tried, right in bins) for bins in kind) for kind in lists)
 
 
 def calibrations_of(folder: Folder) -> list[Calibration]:
-    """Read the calibrations of a run; none of a run before they were counted."""
+    """Read the calibrations of a run; older runs have none."""
     return [Calibration.from_json(value) for value in folder.record.get("calibrations", ())]
 
 
 def file_for(plan: Plan, path: Path) -> Path:
-    """Return the file for `auto`. Raises InputError without counts, or for a bad path."""
+    """Return the file of --write-widths. Raises InputError for a plan without `auto`, or with several drafters."""
     if all(isinstance(k, int) for k in plan.ks):
         raise InputError("--write-widths is for auto, and -k does not name it; add it, as -k 1-7,auto")
     if any(len(choices) > 1 for choices in (plan.drafters, plan.draft_vocabs, plan.drafter_windows)):
@@ -101,7 +98,7 @@ def file_for(plan: Plan, path: Path) -> Path:
 
 
 def write(folder: Folder, file: Path) -> Calibration:
-    """Write the counts for `auto`, with their origin. Raises InputError if there are none."""
+    """Write the counts and their origin into the file of --write-widths. Raises InputError if there are none."""
     plan, first = folder.plan, folder.origins[0]
     if not (calibrations := calibrations_of(folder)):
         raise InputError(f"{folder.path} counted no drafts of auto; resume it first")
@@ -113,7 +110,7 @@ def write(folder: Folder, file: Path) -> Calibration:
         measured={
             "command": " ".join(first["command"]),
             "time": first["time"],
-            "machine": "; ".join(dict.fromkeys(map(place_text, folder.origins))),
+            "machine": "; ".join(dict.fromkeys(map(origin_text, folder.origins))),
             "target": plan.target,
         },
     )

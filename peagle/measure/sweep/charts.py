@@ -1,4 +1,4 @@
-"""Draw the pictures of a report as SVG texts; None without matplotlib (the extra `plots`)."""
+"""Draw the pictures of a page as SVG texts. Functions return None without matplotlib (the extra `plots`)."""
 
 import importlib.util
 import io
@@ -10,11 +10,11 @@ import numpy as np
 
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import Row
-from peagle.measure.sweep.plan import in_order
+from peagle.measure.sweep.plan import k_order
 
 PAGE, INK = "#ffffff", "#222222"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # safe for colour-blind readers
-ON_DARK = {  # what a reader of dark pages sees in place of a colour
+ON_DARK = {  # the colour on a dark page, by that on a light one
     PAGE: "#16181c",
     INK: "#e6e6e6",
     "#0072b2": "#4da3e0",
@@ -25,13 +25,13 @@ ON_DARK = {  # what a reader of dark pages sees in place of a colour
     "#cccccc": "#3a3f46",  # the frame of a legend
 }
 MARKERS = "osD^vP*"
-WIDE, HIGH = 5.4, 3.6  # inches: letters of 10 points are readable where the picture is 500 pixels wide
-HEADROOM = 1.12  # of an axis, over its highest point
-FEW_SERIES = 4
-SHORT_NAME, LONG_NAME = 30, 70  # characters of a legend inside a picture, and below it
-LINE = 0.2  # inches of a legend's line
+WIDE, HIGH = 5.4, 3.6  # inches, so that letters of 10 points are readable in a picture of 500 pixels
+HEADROOM = 1.12  # the end of an axis over its highest point
+FEW_SERIES, SHORT_NAME = 4, 30  # the most lines, and characters of a name, for a legend inside the picture
+LONG_NAME = 70  # characters of a name in a legend below the picture
+LINE = 0.2  # inches per line of that legend
 
-Point = tuple[int | float, Estimate | None]  # (place on the horizontal axis, figure)
+Point = tuple[int | float, Estimate | None]  # (x, figure)
 
 
 def can_draw() -> bool:
@@ -40,10 +40,10 @@ def can_draw() -> bool:
 
 
 def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw speed-up over K, one line per series; `auto` stands apart on the right."""
+    """Draw speed-up over K, a line per series. `auto` is on the right, without a line to it."""
     ks = list(dict.fromkeys(row.k for rows in series.values() for row in rows))
-    ks.sort(key=in_order)
-    first_auto = next((place for place, k in enumerate(ks) if not isinstance(k, int)), len(ks))
+    ks.sort(key=k_order)
+    first_auto = next((index for index, k in enumerate(ks) if not isinstance(k, int)), len(ks))
     spread = np.linspace(-0.08, 0.08, len(series)) if len(series) != 1 else [0.0]
     lines = {
         title: [(ks.index(row.k) + float(shift), row.speedup) for row in rows]
@@ -56,11 +56,11 @@ def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
         axis.set_ylim(0, axis.get_ylim()[1])
         axis.set_xticks(range(len(ks)), list(map(str, ks)))
 
-    return _lines(lines, finish, apart=first_auto - 0.5)
+    return _lines(lines, finish, joined_until=first_auto - 0.5)
 
 
 def positions(series: Mapping[str, Row]) -> str | None:
-    """Draw the acceptance rate by draft, a line per series. None if nothing was drafted."""
+    """Draw the acceptance rate by position of the draft, a line per series. None if nothing was drafted."""
     lines = {name: list(enumerate(row.rate_per_position, 1)) for name, row in series.items()}
 
     def finish(axis: Any) -> None:
@@ -71,7 +71,7 @@ def positions(series: Mapping[str, Row]) -> str | None:
 
 
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw total tokens a second over the number of requests at once, a line per variant."""
+    """Draw total tok/s over the number of requests at once, a line per variant."""
     lines = {name: [(row.concurrency or 1, row.tok_per_s) for row in rows] for name, rows in series.items()}
     points = [point for line in lines.values() for point in line if point[1] is not None]
     loads = sorted({load for load, _ in points})
@@ -87,25 +87,23 @@ def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
 
 
 def calibration(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str | None:
-    """Draw the share of right drafts over the drafter's probability of them, beside the diagonal."""
+    """Draw the share of right drafts over the drafter's probability of them, and the diagonal."""
 
     def finish(axis: Any) -> None:
         axis.plot([0, 1], [0, 1], linestyle=":", color=INK, linewidth=1, label="_")
         axis.set(xlabel="the drafter's probability of its draft", ylabel="right", xlim=(0, 1), ylim=(0, 1.02))
 
-    return _lines({name: [(at, Estimate(share)) for at, share in points] for name, points in lines.items()}, finish)
+    return _lines({name: [(prob, Estimate(share)) for prob, share in points] for name, points in lines.items()}, finish)
 
 
 def _lines(
-    lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None], apart: float | None = None
+    lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None], joined_until: float = np.inf
 ) -> str | None:
     """Draw lines with intervals and a legend; `finish` sets up the axis. None without a point.
 
-    apart: no line joins the points beyond this place.
+    joined_until: the x from which points are not joined.
     """
-    known = {
-        title: [(place, figure) for place, figure in points if figure is not None] for title, points in lines.items()
-    }
+    known = {title: [(x, figure) for x, figure in points if figure is not None] for title, points in lines.items()}
     known = {title: points for title, points in known.items() if points}
     if not known:
         return None
@@ -113,12 +111,12 @@ def _lines(
 
     def draw(axis: Any) -> None:
         for title, points, (color, marker) in zip(titles, known.values(), _looks(), strict=False):
-            joined = [point for point in points if apart is None or point[0] < apart]
+            joined = [point for point in points if point[0] < joined_until]
             single = points[len(joined) :]
             style = {"color": color, "markersize": 5, "linewidth": 1.2}
-            for some, line, label in ((joined, "-", title), (single, "", "_" if joined else title)):
-                if some:
-                    _points(axis, some, fmt=f"{marker}{line}", label=label, **style)
+            for part, line, label in ((joined, "-", title), (single, "", "_" if joined else title)):
+                if part:
+                    _points(axis, part, fmt=f"{marker}{line}", label=label, **style)
         finish(axis)
         _legend(axis, titles)
 
@@ -126,31 +124,31 @@ def _lines(
 
 
 def _points(axis: Any, points: Sequence[tuple[int | float, Estimate]], fmt: str, **style: Any) -> None:
-    """Draw points with their intervals, if there are any."""
-    places, values = [place for place, _ in points], np.array([figure.value for _, figure in points])
+    """Draw points, with their intervals if there are any."""
+    xs, values = [x for x, _ in points], np.array([figure.value for _, figure in points])
     if all(figure.low is None for _, figure in points):
-        axis.plot(places, values, fmt, **style)
+        axis.plot(xs, values, fmt, **style)
         return
     ends = [[figure.value if end is None else end for end in (figure.low, figure.high)] for _, figure in points]
-    axis.errorbar(places, values, np.abs(np.array(ends) - values[:, None]).T, fmt=fmt, capsize=3, elinewidth=1, **style)
+    axis.errorbar(xs, values, np.abs(np.array(ends) - values[:, None]).T, fmt=fmt, capsize=3, elinewidth=1, **style)
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Yield a colour and a marker for every series; a pair repeats only after all pairs."""
+    """Yield a colour and a marker for each series, without end; all pairs come before one repeats."""
     for shift in itertools.count():
-        for place, color in enumerate(COLORS):
-            yield color, MARKERS[(place + shift) % len(MARKERS)]
+        for index, color in enumerate(COLORS):
+            yield color, MARKERS[(index + shift) % len(MARKERS)]
 
 
 def shortened(names: Sequence[str], most: int) -> list[str]:
-    """Cut the middle out of names of more than `most` characters, if all remain different."""
+    """Cut the middle out of names of more than `most` characters, unless some become equal."""
     half = most // 2
     short = [name if len(name) <= most else f"{name[:half]}…{name[-half:]}" for name in names]
     return short if len(set(short)) == len(set(names)) else list(names)
 
 
 def _columns_below(names: Collection[str]) -> int:
-    """Count the columns of a legend below the picture; 0 if it fits inside."""
+    """Choose the number of columns of a legend below the picture; 0: it fits inside."""
     longest = max(map(len, names), default=0)
     if len(names) < 2 or (len(names) <= FEW_SERIES and longest <= SHORT_NAME):
         return 0
@@ -158,7 +156,7 @@ def _columns_below(names: Collection[str]) -> int:
 
 
 def _legend(axis: Any, names: Collection[str]) -> None:
-    """Put a legend into the picture, or below it if it would cover much."""
+    """Put a legend into the picture, or below it if it would cover too much."""
     if columns := _columns_below(names):
         axis.figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     elif len(names) > 1:
@@ -174,8 +172,8 @@ def svg(
 ) -> str | None:
     """Draw as SVG text that follows the reader's colour scheme; None without matplotlib.
 
-    `draw` gets the axes: of several panels an array, one below the other, with one horizontal axis. names: of its
-    `_legend`. on_dark: the colour of a dark page by that of a light one.
+    `draw` gets the axis, or an array of them: panels one below the other that share the horizontal axis. names: those
+    in the legend. on_dark: as ON_DARK.
     """
     if not can_draw():
         return None
@@ -184,7 +182,7 @@ def svg(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # no date and no random ids, so that the same figures give the same file
+    # without a date and random ids, so that the same figures give the same file
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     style: Any = {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
     with matplotlib.rc_context(style | dict.fromkeys(inked, INK)):

@@ -1,9 +1,9 @@
 """Compare two runs on the same prompts: is a difference real?
 
-Requests are paired, so the difficulty of prompts cancels out. A difference is real if the 95 % bootstrap interval of
-the paired difference excludes zero; of many differences one in twenty does so by chance. Speed-ups are over plain
-decoding of the same run, so runs of other machines or days can be compared; a difference of speed-ups is real only if,
-besides, all repeats of one run lie beyond all of the other.
+Requests are paired, so the difficulty of prompts cancels out. A difference is real if its 95 % bootstrap interval
+excludes zero, as one in twenty does by chance. Speed-ups are over plain decoding of the same run, so runs of other
+machines or days can be compared. A difference of speed-ups must, besides, be beyond the spread of repeats: all repeats
+of one run lie above all of the other.
 """
 
 import dataclasses
@@ -17,22 +17,21 @@ from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
-Key = tuple[Workload, Variant]  # identifies a variant in both runs; its drafter by its files
-Pairs = Sequence[tuple[Pairing, Pairing]]  # of a request in both runs
+Pairs = Sequence[tuple[Pairing, Pairing]]  # a request in the first run and in the second
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A figure in two runs, and the second minus the first."""
+    """A figure in two runs."""
 
     first: float
     second: float
-    difference: Estimate
-    repeats_apart: bool = True  # of speed-ups: all repeats of one run lie beyond all of the other
+    difference: Estimate  # second - first
+    repeats_apart: bool = True  # False: of a speed-up, the repeats of the two runs overlap
 
     @property
     def equal(self) -> bool:
-        """Whether every request has the same figure in both runs."""
+        """Whether all requests have the same figure in both runs."""
         return self.difference.value == self.difference.low == self.difference.high == 0
 
     @property
@@ -43,7 +42,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The changes of one variant in one workload. None: no request has that figure in both runs."""
+    """The changes of a variant in a workload. None: no request has the figure in both runs."""
 
     workload: Workload
     label: str
@@ -53,19 +52,18 @@ class Difference:
 
 
 def differences(first: Folder, second: Folder) -> list[Difference]:
-    """Compare acceptance length and pooled speed-up for each workload and variant of both runs.
+    """Compare acceptance length and speed-up of each workload and variant of both runs, one request at a time.
 
-    One request at a time. Variants are the same if K, draft vocabulary and drafter are; if each run has one drafter, it
-    may differ. Raises InputError for runs of another target, other prompts or another cap of tokens, or with nothing in
-    common.
+    Variants are the same if K, draft vocabulary, window and drafter are; if each run has one drafter, these may differ.
+    Raises InputError for runs of another target, other prompts or another -n, or with nothing in common.
     """
     _check(first, second)
     any_drafter = len(first.plan.drafters) == len(second.plan.drafters) == 1
-    left, right = (_by_variant(folder, any_drafter) for folder in (first, second))
+    in_first, in_second = (_by_variant(folder, any_drafter) for folder in (first, second))
     compared = [
         _difference(workload, label, [(requests[prompt], other[prompt]) for prompt in requests if prompt in other])
-        for (workload, variant), (label, requests) in left.items()
-        for _, other in [right.get((workload, variant), ("", {}))]
+        for (workload, variant), (label, requests) in in_first.items()
+        for _, other in [in_second.get((workload, variant), ("", {}))]
     ]
     compared = [difference for difference in compared if difference.speedup or difference.acceptance_length]
     if not compared:
@@ -90,8 +88,13 @@ def _check(first: Folder, second: Folder) -> None:
         raise refuse("another cap of new tokens", *(plan.max_new_tokens for plan in plans))
 
 
-def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, Mapping[tuple[int, ...], Pairing]]]:
-    """Map each variant that speculates to (its label, its requests by prompt)."""
+def _by_variant(
+    folder: Folder, any_drafter: bool
+) -> dict[tuple[Workload, Variant], tuple[str, Mapping[tuple[int, ...], Pairing]]]:
+    """Map each variant that speculates to (its label, its requests by prompt).
+
+    The keys name a drafter by the fingerprint of its files, or not at all (any_drafter).
+    """
     fingerprints = folder.plan.fingerprints
 
     def identified(variant: Variant) -> Variant:
@@ -111,7 +114,7 @@ def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, Mappi
 def _difference(workload: Workload, label: str, pairs: Pairs) -> Difference:
     drafted = [pair for pair in pairs if all(pairing.counters.num_steps for pairing in pair)]
     timed = [pair for pair in pairs if all(pairing.times.any() for pairing in pair)]
-    speedup = _change(timed, _rates, ratio_of_ratios)
+    speedup = _change(timed, lambda pairing: pairing.times.sum(axis=0)[list(RATES)], ratio_of_ratios)
     return Difference(
         workload,
         label,
@@ -121,8 +124,10 @@ def _difference(workload: Workload, label: str, pairs: Pairs) -> Difference:
     )
 
 
-def _change(pairs: Pairs, row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Change | None:
-    """Compute the change of a statistic; None if it is not defined."""
+def _change(
+    pairs: Pairs, row: Callable[[Pairing], Sequence[float] | np.ndarray], statistic: Statistic
+) -> Change | None:
+    """Compute the change of a statistic; None if it is not defined. row: the columns of a request in a run."""
     table = np.array([[*row(first), *row(second)] for first, second in pairs], np.float64)
 
     def change(sums: np.ndarray) -> np.ndarray:
@@ -141,20 +146,14 @@ def _tokens_and_steps(pairing: Pairing) -> tuple[float, float]:
     return float(counters.num_accepted + counters.num_steps), float(counters.num_steps)
 
 
-def _rates(pairing: Pairing) -> Sequence[float]:
-    rates: list[float] = pairing.times.sum(axis=0)[list(RATES)].tolist()
-    return rates
-
-
 def _repeats_apart(timed: Pairs) -> bool:
-    """Test whether the speed-ups of all repeats of one run lie beyond those of the other.
+    """Test whether the speed-ups of all repeats of one run lie above those of the other.
 
-    A whole repeat may be slow, which resampling requests cannot show.
+    Resampling requests cannot show that a whole repeat was slow.
     """
-    spans = []
-    for side in (0, 1):
-        times = np.sum([pair[side].times for pair in timed], axis=0)
-        speedups = times[:, PLAIN_SECONDS] / times[:, SECONDS]
-        spans.append((speedups.min(), speedups.max()))
-    (low, high), (other_low, other_high) = spans
-    return bool(low > other_high or high < other_low)
+    speedups = []
+    for of_run in zip(*timed, strict=True):
+        times = np.sum([pairing.times for pairing in of_run], axis=0)
+        speedups.append(times[:, PLAIN_SECONDS] / times[:, SECONDS])
+    first, second = speedups
+    return bool(first.min() > second.max() or first.max() < second.min())

@@ -1,12 +1,12 @@
 """Compute the figures of a run from its raw lines: a Row for every workload and variant.
 
-Counters and their ratios are in peagle.result. An Estimate has a bootstrap interval over conversations: the turns of
-one and their repeats stay together. A request loops if the loop share of any of the variant's repeats is above 0.3.
+Intervals are by bootstrap over conversations: the turns of one and all their repeats stay together. A request loops if
+the loop share of the variant's output is above 0.3 in any repeat.
 
-Many requests at once share the time, so a repeat takes the place of a request in every figure of time, and intervals
-resample repeats. tok_per_s is then over the seconds in which at least one request was between its first and last token,
-and ttft_s counts from the moment the requests were added: it includes the wait for a slot. Steps are shared too, so
-they have no time of their own, and there are no figures by part or request.
+Many requests at once share the time. So the repeat takes the place of the request in figures of time, and is what
+intervals resample. tok_per_s is then over the seconds in which at least one request was between its first and last
+token, and ttft_s includes the wait for a slot. They share steps as well, so there are no figures of a step, of a
+category or of a single request.
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ from peagle.measure.estimates import (
     Statistic,
     estimate,
     estimate_median,
-    one_more_than_ratio,
     ratio,
     ratio_of_ratios,
 )
@@ -32,17 +31,17 @@ from peagle.measure.sweep.plan import PLAIN, K, Plan, Variant, Workload
 from peagle.measure.sweep.store import ITL_QUANTILES, Folder, Sample, Share, SweepRequest
 from peagle.result import LOOPING_ABOVE, Counters
 
-BOUNDS = ("one_hot", "sampled", "best")  # of peagle.measure.bound
-SLOWER = 0.97  # a request is slower with speculation if its interval lies wholly below
-FEWEST_REPEATS = 3  # of a request's interval
+BOUNDS = ("one_hot", "sampled", "best")  # fields of peagle.measure.bound.Bound
+SLOWER = 0.97  # a request is slower with speculation if the interval of its speed-up lies below
+FEWEST_REPEATS = 3  # that the interval of a request's speed-up needs
 # columns of times: of the variant, then of plain decoding
 TOKENS, SECONDS, PASSES, PLAIN_TOKENS, PLAIN_SECONDS, PLAIN_PASSES = range(6)
-RATES = (TOKENS, SECONDS, PLAIN_TOKENS, PLAIN_SECONDS)
+RATES = (TOKENS, SECONDS, PLAIN_TOKENS, PLAIN_SECONDS)  # columns of both tok_per_s
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundFigures:
-    """The acceptance length, and the rate of the first draft, that a bound allows (peagle.measure.bound)."""
+    """The acceptance length that a bound allows, and the acceptance rate of the first draft."""
 
     length: Estimate | None
     first: Estimate | None
@@ -50,7 +49,7 @@ class BoundFigures:
 
 @dataclasses.dataclass(frozen=True)
 class WithoutLoops:
-    """Figures without the requests that loop. Of many at once there is no speed-up: they share the time."""
+    """Figures without the requests that loop. Many at once have no such speed-up, because they share the time."""
 
     num_requests: int
     acceptance_length: Estimate | None
@@ -62,7 +61,7 @@ class Figures:
     """The figures of some requests."""
 
     num_requests: int
-    prompt_tokens: float  # median
+    prompt_tokens: float  # of a prompt, median
     output_tokens: int
     finished_frac: float  # ended by a stop token
     looping_frac: float
@@ -74,26 +73,26 @@ class Figures:
     histogram: tuple[int, ...]
     accepted_per_position: tuple[int, ...]
     acceptance_length: Estimate | None  # 1 + sum accepted / sum steps that verified drafts
-    rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps
+    rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps that verified drafts
     tok_per_s: Estimate | None  # sum (tokens - 1) / sum decode_s
     speedup: Estimate | None  # tok_per_s / plain decoding's of the same requests and repeats
     ttft_s: Estimate | None  # median over requests of the median over repeats
-    itl_s: tuple[Estimate | None, ...]  # the same of a request's ITL_QUANTILES
+    itl_s: tuple[Estimate | None, ...]  # likewise, at ITL_QUANTILES
     tokens_per_step: Estimate | None  # sum (tokens - 1) / sum passes of the target, plain passes of `auto` included
     step_s: Estimate | None  # sum decode_s / sum passes of the target
-    cycle_cost: Estimate | None  # c(K): step_s / plain decoding's; speedup = tokens_per_step / c(K)
-    draft_s: Estimate | None  # step_s times the share of drafting under the profiler (peagle.measure.profile)
+    cycle_cost: Estimate | None  # c(K) = step_s / plain decoding's; speedup = tokens_per_step / c(K)
+    draft_s: Estimate | None  # step_s times the share of drafting under the profiler
     verify_s: Estimate | None
     host_s: Estimate | None  # the rest: accepting, committing, the runtime between operations, the host
-    bounds: Mapping[str, BoundFigures] | None  # by name of BOUNDS; None for greedy requests
+    bounds: Mapping[str, BoundFigures] | None  # by BOUNDS; None for greedy requests
     without_loops: WithoutLoops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part(Figures):
+class PartFigures(Figures):
     """The figures of a category, or of a bucket of prompt lengths."""
 
-    part: str
+    part: str  # its name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,12 +103,12 @@ class Row(Figures):
     variant: Variant
     label: str  # of the variant, without its number of slots
     num_repeats: int
-    num_slower: int
+    num_slower: int  # requests
     num_compared: int  # requests with enough repeats for an interval
     tok_per_s_repeats: tuple[float, ...]
     speedup_repeats: tuple[float, ...]
-    by_category: tuple[Part, ...]
-    by_bucket: tuple[Part, ...]
+    by_category: tuple[PartFigures, ...]
+    by_bucket: tuple[PartFigures, ...]
 
     @property
     def k(self) -> K:
@@ -121,7 +120,7 @@ class Row(Figures):
 
     @property
     def num_differing(self) -> int:
-        """Outputs that are not plain decoding's."""
+        """Outputs that differ from plain decoding's."""
         return round((1 - self.equal_to_plain_frac) * self.num_outputs)
 
     @property
@@ -129,23 +128,22 @@ class Row(Figures):
         return self.num_requests * self.num_repeats
 
     def to_json(self) -> dict[str, Any]:
-        """Make the entry of run.json, with the fields of workload and variant in it."""
+        """Make the entry of run.json, which has the fields of workload and variant in place of these."""
         entry = dataclasses.asdict(self)
         return entry.pop("workload") | entry.pop("variant") | entry
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairing:
-    """A request's samples by a variant over all repeats, and plain decoding's. share: the profile of its steps."""
+    """A request's samples by a variant and by plain decoding, one per repeat."""
 
     request: SweepRequest
-    fast: tuple[Sample, ...]
+    fast: tuple[Sample, ...]  # by the variant, which may be plain decoding
     plain: tuple[Sample, ...]
-    share: Share | None = None
+    share: Share | None = None  # the profile of the variant's steps
 
     @property
     def loops(self) -> bool:
-        """Whether the variant's output loops, in any repeat."""
         return any((sample.loop_share or 0.0) > LOOPING_ABOVE for sample in self.fast)
 
     @functools.cached_property
@@ -156,7 +154,7 @@ class Pairing:
     def times(self) -> np.ndarray:
         """Return [repeats, 6]: tokens after the first, seconds and passes of the variant, then of plain decoding.
 
-        A repeat in which either has no time of two tokens is 0.
+        The row is 0 if either decoded fewer than two tokens, which have no speed.
         """
         rows = [
             [(sample.output_tokens - 1, sample.decode_s or 0.0, sample.num_passes) for sample in pair]
@@ -167,21 +165,21 @@ class Pairing:
 
 
 class Units(NamedTuple):
-    """What times are of: a request over all repeats or, of many requests at once, a repeat over all requests."""
+    """The timed units: requests over all repeats or, of many at once, repeats over all requests."""
 
-    groups: np.ndarray  # the conversation, or the repeat: the unit of resampling
+    groups: np.ndarray  # by unit: the conversation, or the repeat, that is resampled
     samples: Sequence[Sequence[Sample]]
-    times: np.ndarray  # [units, 6], as of `Pairing.times`
+    times: np.ndarray  # [units, 6], with the columns of `Pairing.times`
 
 
-def _in_turns(pairings: Sequence[Pairing]) -> Units:
+def _by_request(pairings: Sequence[Pairing]) -> Units:
     times = [pairing.times.sum(axis=0) for pairing in pairings]
     groups = np.array([pairing.request.row for pairing in pairings], np.int64)
     return Units(groups, [pairing.fast for pairing in pairings], np.array(times).reshape(-1, 6))
 
 
-def _together(pairings: Sequence[Pairing]) -> Units:
-    """Make units of repeats. Steps are shared, so there are no passes of one request to count."""
+def _by_repeat(pairings: Sequence[Pairing]) -> Units:
+    """Make units of repeats. Passes are 0, because requests share them."""
     fast = list(zip(*(pairing.fast for pairing in pairings), strict=True))
     plain = zip(*(pairing.plain for pairing in pairings), strict=True)
     times = [[*_busy(side), 0.0, *_busy(other), 0.0] for side, other in zip(fast, plain, strict=True)]
@@ -189,29 +187,29 @@ def _together(pairings: Sequence[Pairing]) -> Units:
 
 
 def _busy(samples: Iterable[Sample]) -> tuple[float, float]:
-    """Sum tokens after the first, and seconds in which at least one request was decoding.
+    """Return (tokens after the first, seconds in which at least one request was decoding).
 
-    The requests were added at one time, from which ttft counts.
+    All requests were added at the time from which ttft counts.
     """
     timed = [(s.output_tokens - 1, s.ttft_s, s.decode_s) for s in samples if s.ttft_s is not None and s.decode_s]
     return float(sum(tokens for tokens, *_ in timed)), busy_s((ttft, ttft + decode) for _, ttft, decode in timed)
 
 
 def length_by_rates(sums: np.ndarray) -> np.ndarray:
-    """Compute the acceptance length from sums [R, 2K] over positions: drafts, then their rates.
+    """Compute the acceptance length of sums [R, 2K]: how often draft i was tried, and the sum of its probabilities.
 
-    It is 1 + v_1 + v_1 v_2 + ..., v_i the mean rate of draft i where all before it were accepted.
+    It is 1 + v_1 + v_1 v_2 + ..., v_i the mean probability of accepting draft i after all before it.
     """
-    tried, rates = np.split(sums, 2, axis=1)
-    means = np.divide(rates, tried, out=np.zeros_like(rates), where=tried > 0)
+    tried, probs = np.split(sums, 2, axis=1)
+    means = np.divide(probs, tried, out=np.zeros_like(probs), where=tried > 0)
     length: np.ndarray = 1 + np.cumprod(means, axis=1).sum(axis=1)
     return length
 
 
 def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[Pairing]]:
-    """Pair requests with plain decoding by workload and variant, over complete repeats.
+    """Pair the samples of each workload and variant with plain decoding's.
 
-    One request at a time is complete with all its repeats; of many at once a repeat with all its requests.
+    Leaves out a request that lacks a repeat; of many at once, a repeat that lacks a request.
     """
     plan = folder.plan
     samples = {sample.key: sample for sample in folder.samples()}
@@ -220,11 +218,11 @@ def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[Pairing]]:
     for workload in plan.workloads:
         requests = folder.requests(workload)
         for variant in (*plan.variants, *plan.concurrent):
-            plainly = PLAIN.at(variant.concurrency)
+            plain = PLAIN.at(variant.concurrency)
             complete = {
                 (request.request, repeat)
                 for request, repeat in itertools.product(requests, range(plan.repeats))
-                if all((workload, way, repeat, request.request) in samples for way in (variant, plainly))
+                if all((workload, by, repeat, request.request) in samples for by in (variant, plain))
             }
             repeats = list(range(plan.repeats))
             if variant.concurrency is not None:
@@ -233,7 +231,7 @@ def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[Pairing]]:
                 Pairing(
                     request=request,
                     fast=tuple(samples[workload, variant, repeat, request.request] for repeat in repeats),
-                    plain=tuple(samples[workload, plainly, repeat, request.request] for repeat in repeats),
+                    plain=tuple(samples[workload, plain, repeat, request.request] for repeat in repeats),
                     share=shares.get((workload, variant, request.request)),
                 )
                 for request in requests
@@ -243,7 +241,7 @@ def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[Pairing]]:
 
 
 def rows(folder: Folder) -> list[Row]:
-    """Compute the figures of all workloads and variants with complete requests, in order."""
+    """Compute the figures of each workload and variant with complete requests, in the plan's order."""
     return [
         _row(folder.plan, workload, variant, requests)
         for (workload, variant), requests in pairings(folder).items()
@@ -267,11 +265,11 @@ def of_workload(rows: Iterable[Row], workload: Workload) -> list[Row]:
 
 
 def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pairing]) -> Row:
-    in_turns = pairings if variant.concurrency is None else []
-    units = _in_turns(pairings) if in_turns else _together(pairings)
-    repeats = np.sum([pairing.times for pairing in pairings], axis=0) if in_turns else units.times
+    singly = pairings if variant.concurrency is None else []  # figures of single requests are of these
+    units = _by_request(pairings) if singly else _by_repeat(pairings)
+    repeats = np.sum([pairing.times for pairing in pairings], axis=0) if singly else units.times
     rates = repeats[(repeats[:, RATES] > 0).all(axis=1)][:, RATES]
-    slower = [_is_slower(pairing.times) for pairing in in_turns if pairing.times.any(axis=1).sum() >= FEWEST_REPEATS]
+    slower = [_is_slower(pairing.times) for pairing in singly if pairing.times.any(axis=1).sum() >= FEWEST_REPEATS]
     return Row(
         workload=workload,
         variant=variant,
@@ -281,27 +279,27 @@ def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pa
         num_compared=len(slower),
         tok_per_s_repeats=tuple(ratio(rates).tolist()),
         speedup_repeats=tuple(ratio_of_ratios(rates).tolist()),
-        by_category=_parts(in_turns, lambda pairing: pairing.request.category or ""),
-        by_bucket=_parts(in_turns, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
+        by_category=_parts(singly, lambda pairing: pairing.request.category or ""),
+        by_bucket=_parts(singly, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
         **_figures(pairings, units),
     )
 
 
-def _parts(pairings: Sequence[Pairing], part: Callable[[Pairing], str]) -> tuple[Part, ...]:
-    """Compute the figures of every part of the requests; none if there is only one part."""
+def _parts(pairings: Sequence[Pairing], part_of: Callable[[Pairing], str]) -> tuple[PartFigures, ...]:
+    """Compute the figures of each part of the requests; none if there is only one part."""
     parts: dict[str, list[Pairing]] = {}
     for pairing in pairings:
-        parts.setdefault(part(pairing), []).append(pairing)
+        parts.setdefault(part_of(pairing), []).append(pairing)
     if len(parts) < 2:
         return ()
+
+    def order(name: str) -> tuple[int, str]:
+        head = name.partition(".")[0]  # buckets begin with a number
+        return (int(head), name) if head.isdecimal() else (-1, name)
+
     return tuple(
-        Part(part=name, **_figures(parts[name], _in_turns(parts[name]))) for name in sorted(parts, key=_natural)
+        PartFigures(part=name, **_figures(parts[name], _by_request(parts[name]))) for name in sorted(parts, key=order)
     )
-
-
-def _natural(name: str) -> tuple[int, str]:
-    head = name.partition(".")[0]
-    return (int(head), name) if head.isdecimal() else (-1, name)
 
 
 def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
@@ -312,12 +310,12 @@ def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
         for pairing in pairings
         for fast, plain in zip(pairing.fast, pairing.plain, strict=True)
     ]
-    calm = [pairing for pairing in pairings if not pairing.loops]
-    in_turns = pairings[0].fast[0].variant.concurrency is None
+    not_looping = [pairing for pairing in pairings if not pairing.loops]
+    share_time = pairings[0].fast[0].variant.concurrency is not None
     shares = [pairing.share for pairing in pairings if pairing.share is not None]
 
     def accepted(position: int) -> Estimate | None:
-        return _of_drafts(pairings, lambda counters: (counters.accepted_per_position[position], counters.num_steps))
+        return _of_counters(pairings, lambda counters: (counters.accepted_per_position[position], counters.num_steps))
 
     def median(value: Callable[[Sample], float | None]) -> Estimate | None:
         table = [[number for sample in unit if (number := value(sample)) is not None] for unit in units.samples]
@@ -334,7 +332,7 @@ def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
         "prompt_tokens": float(np.median([len(pairing.request.prompt_ids) for pairing in pairings])),
         "output_tokens": sum(sample.output_tokens for pairing in pairings for sample in pairing.fast),
         "finished_frac": sum(pairing.fast[0].finish_reason == "stop" for pairing in pairings) / len(pairings),
-        "looping_frac": (len(pairings) - len(calm)) / len(pairings),
+        "looping_frac": (len(pairings) - len(not_looping)) / len(pairings),
         "equal_to_plain_frac": sum(equal) / len(equal),
         "num_spec_steps": counters.num_steps,
         "num_plain_steps": counters.num_plain_steps,
@@ -356,34 +354,36 @@ def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
         "host_s": host,
         "bounds": _bounds(pairings),
         "without_loops": WithoutLoops(
-            len(calm),
-            _acceptance_length(calm),
-            _of_times(_in_turns(calm), RATES, ratio_of_ratios) if in_turns else None,
+            len(not_looping),
+            _acceptance_length(not_looping),
+            None if share_time else _of_times(_by_request(not_looping), RATES, ratio_of_ratios),
         ),
     }
 
 
-def _of_drafts(
+def _of_counters(
     pairings: Sequence[Pairing], row: Callable[[Counters], tuple[int, int]], statistic: Statistic = ratio
 ) -> Estimate | None:
-    """Estimate a statistic of counters of the requests that verified drafts."""
+    """Estimate a statistic of the requests that verified drafts. row: the columns by a request's counters."""
     drafted = [pairing for pairing in pairings if pairing.counters.num_steps]
     table = np.array([row(pairing.counters) for pairing in drafted], np.float64)
     return estimate(table, statistic, [pairing.request.row for pairing in drafted])
 
 
 def _acceptance_length(pairings: Sequence[Pairing]) -> Estimate | None:
-    return _of_drafts(pairings, lambda counters: (counters.num_accepted, counters.num_steps), one_more_than_ratio)
+    return _of_counters(
+        pairings, lambda counters: (counters.num_accepted, counters.num_steps), lambda sums: 1 + ratio(sums)
+    )
 
 
 def _of_times(units: Units, columns: Sequence[int], statistic: Statistic) -> Estimate | None:
-    """Estimate a statistic of columns of the units that were timed."""
+    """Estimate a statistic of these columns, over the units that have a speed."""
     timed = (units.times[:, RATES] > 0).all(axis=1)
     return estimate(units.times[timed][:, columns], statistic, units.groups[timed].tolist())
 
 
 def _split(step: Estimate | None, shares: Sequence[Share]) -> tuple[Estimate | None, Estimate | None, Estimate | None]:
-    """Split a step's time into (drafting, verifying, the rest) by the profiled steps; without intervals."""
+    """Split a step's time into (drafting, verifying, the rest) as in the profiled steps; without intervals."""
     parts = np.array([(share.draft_ms, share.verify_ms, share.other_ms) for share in shares]).reshape(-1, 3)
     sums = np.array([share.num_steps for share in shares]) @ parts
     if step is None or not sums.sum() > 0:
@@ -393,7 +393,7 @@ def _split(step: Estimate | None, shares: Sequence[Share]) -> tuple[Estimate | N
 
 
 def _bounds(pairings: Sequence[Pairing]) -> dict[str, BoundFigures] | None:
-    """Compute the bounds' acceptance length and first rate; None for greedy requests."""
+    """Compute the figures of the bounds; None for greedy requests."""
     bounded = [(pairing.fast[0].bound, pairing.request.row) for pairing in pairings if pairing.fast[0].bound]
     if not bounded:
         return None
@@ -411,22 +411,17 @@ def _bounds(pairings: Sequence[Pairing]) -> dict[str, BoundFigures] | None:
 
 
 def _is_slower(times: np.ndarray) -> bool:
-    """Test whether a request is surely slower, by the 95 % t-interval of its repeats' mean logarithmic speed-up."""
+    """Test whether a request is surely slower, by the 95 % t-interval of the repeats' mean log speed-up."""
     logs = np.log(ratio_of_ratios(times[times.any(axis=1)][:, RATES]))
     return bool(logs.mean() + stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) < np.log(SLOWER))
 
 
 def best(rows: Iterable[Row]) -> Row | None:
-    """Choose the row of the highest pooled speed-up in one workload, plain decoding included.
+    """Choose a workload's row with the highest speed-up.
 
-    Only of rows with all requests that plain decoding has; an `auto` that never drafted is plain decoding.
+    Leaves out rows that lack requests, and an `auto` that never drafted, which is plain decoding.
     """
     rows = [row for row in rows if row.speedup is not None]
     most = max((row.num_requests for row in rows), default=0)
     complete = [row for row in rows if row.num_requests == most and (row.k == 0 or row.num_spec_steps)]
     return max(complete, key=lambda row: row.speedup.value if row.speedup else 0.0, default=None)
-
-
-def sure(row: Row) -> bool:
-    """Test whether a row is significantly faster than plain decoding."""
-    return row.speedup is not None and (row.speedup.low or 0.0) > 1

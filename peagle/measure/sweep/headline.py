@@ -1,75 +1,65 @@
 """Write a sweep's results as sentences: the K to use, its speed-up, and caveats.
 
-    for line in headlines(folder, rows):
-        print(line)  # K = 3: 1.19x plain decoding (95 %: 1.14 to 1.24), identical output
+    K = 3: 1.19x plain decoding (95 %: 1.14 to 1.24), identical output
 
-All texts are plain, without markup, for terminals and pages.
+Texts have no markup: they are for terminals and pages.
 """
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from peagle.checkpoints import WEIGHTLESS
 from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
+from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.compare import Change, Difference
-from peagle.measure.sweep.figures import Row, alone, best, of_workload, sure
+from peagle.measure.sweep.figures import Row, alone, best, of_workload
 from peagle.measure.sweep.plan import PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable
 
 PLAINLY = "plain decoding"
-NAMED = ("peagle", "jax", "jaxlib")  # packages with versions on a page
-MANY = 3  # the most drafters in a title
+MANY = 3  # the most drafters that a title names
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The fastest variant with a drafter in one workload; if no speed-up is known, `why_none` is the reason."""
+    """The fastest variant that drafts in a workload."""
 
     workload: Workload
-    fastest: Row | None
+    fastest: Row | None  # None: no speed-up is known
     why_none: str = ""
 
     @property
     def gains(self) -> bool:
-        """Test whether it is faster than plain decoding, surely or not."""
+        """Whether it is faster than plain decoding, surely or not."""
         return self.fastest is not None and speedup_of(self.fastest).value > 1
 
     @property
     def sure(self) -> bool:
-        return self.fastest is not None and sure(self.fastest)
+        """Whether it is significantly faster."""
+        return self.fastest is not None and (speedup_of(self.fastest).low or 0.0) > 1
 
 
 def title(folder: Folder) -> str:
-    """Name target, drafters and date."""
-    return f"{subject(folder.plan)}, {date(folder)}"
-
-
-def subject(plan: Plan) -> str:
-    """Name target and drafters."""
-    (target,) = short_names([plan.target])
-    drafters = short_names(plan.drafters)
+    """Name target, drafters and the day on which the run began."""
+    (target,), drafters = short_names([folder.plan.target]), short_names(folder.plan.drafters)
     if len(drafters) > MANY:
-        return f"Speculative decoding of {target} with {len(drafters)} drafters"
-    return f"Speculative decoding of {target} with drafter{'s' * (len(drafters) > 1)} {listed(drafters)}"
-
-
-def date(folder: Folder) -> str:
-    """Return the day on which the run began."""
-    return str(folder.origins[0]["time"])[:10]
+        named = f"{len(drafters)} drafters"
+    else:
+        named = f"drafter{'s' * (len(drafters) > 1)} {listed(drafters)}"
+    return f"Speculative decoding of {target} with {named}, {str(folder.origins[0]['time'])[:10]}"
 
 
 def headlines(folder: Folder, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence per workload, named if there are several. rows: of figures.rows."""
+    """Write a sentence about each workload. They begin with its name if there are several."""
     judged = verdicts(folder, rows)
     return [f"{verdict.workload.label}: " * (len(judged) > 1) + sentence(verdict) for verdict in judged]
 
 
 def loads(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return (load, a sentence about its fastest variant). Loads name their workload if there are several."""
+    """Return (load, a sentence about its fastest variant) for each number of requests at once."""
     return [
         (
             f"{workload.label}, " * (len(folder.plan.workloads) > 1) + f"{slots} at once",
@@ -82,7 +72,7 @@ def loads(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def verdicts(folder: Folder, rows: Sequence[Row]) -> list[Verdict]:
-    """Find the fastest variant of each workload, one request at a time, in the plan's order."""
+    """Find the fastest variant of each workload, of those that decode one request at a time."""
     judged = []
     for workload in folder.plan.workloads:
         drafting = [row for row in of_workload(alone(rows), workload) if row.k != 0]
@@ -98,8 +88,7 @@ def speedup_of(row: Row) -> Estimate:
 
 
 def _why_none(folder: Folder, workload: Workload, drafting: Sequence[Row]) -> str:
-    """Say why a workload has no speed-up."""
-    failed = {variant: why for (where, variant), why in folder.errors().items() if where == workload}
+    failed = {variant: why for (at, variant), why in folder.errors().items() if at == workload}
     if PLAIN in failed:
         return f"no speed-up is known, because {PLAINLY} failed: {failed[PLAIN]}"
     if failed and not drafting:
@@ -115,7 +104,7 @@ def _why_none(folder: Folder, workload: Workload, drafting: Sequence[Row]) -> st
 
 
 def sentence(verdict: Verdict) -> str:
-    """State a workload's speed-up with its interval, and whether outputs are plain decoding's."""
+    """State the speed-up with its interval, and whether outputs equal plain decoding's."""
     row = verdict.fastest
     if row is None:
         return verdict.why_none
@@ -131,57 +120,40 @@ def sentence(verdict: Verdict) -> str:
 
 
 def variant_text(label: str) -> str:
-    """Name a variant of this label in a sentence: K = 3 with DRAFTER, window 128."""
+    """Turn a variant's label into words. Example: K = 3 with DRAFTER, window 128."""
     k, _, rest = label.partition(", ")
-    if k == "0":
-        return PLAINLY
-    return f"K = {k}" + (rest and f" with {rest}")
+    return PLAINLY if k == "0" else f"K = {k}" + (rest and f" with {rest}")
 
 
 def times_text(figure: Estimate) -> str:
-    """Format a ratio with its interval: 1.19x (95 %: 1.14 to 1.24)."""
+    """Format a ratio with its interval, as 1.19x (95 %: 1.14 to 1.24)."""
     return f"{figure.value:.2f}x ({interval_text(figure)})"
 
 
 def interval_text(figure: Estimate, form: str = ".2f", unit: str = "prompts") -> str:
-    """Format a figure's interval, which is over this unit."""
+    """Format a figure's interval. unit: what was resampled."""
     if figure.low is None or figure.high is None:
         return f"no interval with fewer than {FEWEST} {unit}"
     return f"95 %: {figure.low:{form}} to {figure.high:{form}}"
 
 
 def notes(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of limits on all figures: an unfinished run, failed parts."""
+    """Yield (name, text) of limits on all figures: an unfinished run, failed variants, several machines."""
     plan = folder.plan
     if not folder.finished:
         resume = shlex.join(["peagle", "sweep", "--out", printable(str(folder.path)), "--resume"])
         yield (
             "Not finished",
-            f"{resume} goes on; until then the figures are of the requests that have all their repeats",
+            f"{resume} continues; until then the figures are of the requests that have all their repeats",
         )
     for (workload, variant), why in folder.errors().items():
         yield "Failed", f"{workload.label}, K = {plan.label(variant)}: {why}"
-    if len(dict.fromkeys(map(place_text, folder.origins))) > 1:
+    if len(set(map(origin_text, folder.origins))) > 1:
         yield "Mixed times", "parts of the run were timed on different machines or versions (see the end)"
 
 
-def place_text(origin: Mapping[str, Any]) -> str:
-    """Describe machine, library and commit of a process of a run."""
-    git = origin["git"] or {}
-    commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
-    ran = "".join(f", {name} {value}" for name, value in origin.get("ran", {}).items())
-    versions = ", ".join(f"{name} {origin['packages'][name]}" for name in NAMED if name in origin["packages"])
-    return f"{machine_text(origin)}{ran}; {versions}{commit}"
-
-
-def machine_text(origin: Mapping[str, Any]) -> str:
-    """Name the machine of a process of a run."""
-    device = origin["device"]
-    return f"{origin['cpu']}, {origin['num_threads']} threads" if device["platform"] == "cpu" else str(device["kind"])
-
-
 def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """List the caveats that hold for this run as (name, text)."""
+    """List the caveats of a run as (name, text)."""
     plan, judged = folder.plan, verdicts(folder, rows)
     texts: dict[str, list[str]] = {}
     for verdict in judged:
@@ -195,18 +167,19 @@ def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _caveats(plan: Plan, verdict: Verdict, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Yield the caveats of one workload."""
     for row in rows:
         if row.num_differing:
-            yield "Outputs that differ", f"{_at_load(row)} in {row.num_differing} of {row.num_outputs}"
+            load = "" if row.concurrency is None else f" with {row.concurrency} requests at once"
+            differing = f"{row.num_differing} of {row.num_outputs}"
+            yield "Outputs that differ", f"{variant_text(row.label)}{load} in {differing}"
     fastest = verdict.fastest
     if fastest is None or not verdict.gains:
         return
     name = variant_text(fastest.label)
     if fastest.looping_frac:
-        text = f"{percent(fastest.looping_frac)} of the outputs loop, which are easy to draft"
-        calm = fastest.without_loops.speedup
-        yield "Outputs that loop", text if calm is None else f"{text}; without them {name} gives {times_text(calm)}"
+        text = f"{percent(fastest.looping_frac)} of the outputs loop, and loops are easy to draft"
+        rest = fastest.without_loops.speedup
+        yield "Outputs that loop", text if rest is None else f"{text}; without them {name} gives {times_text(rest)}"
     if fastest.k == max((k for k in plan.ks if isinstance(k, int)), default=0) < MAX_NUM_DRAFTS:
         yield "A larger K", f"{name} is the largest K measured, so a larger one (-k) may be faster still"
     other = best(row for row in alone(rows) if row.k != 0 and row.variant.drafter != fastest.variant.drafter)
@@ -217,10 +190,6 @@ def _caveats(plan: Plan, verdict: Verdict, rows: Sequence[Row]) -> Iterator[tupl
 def _apart(higher: Estimate, lower: Estimate) -> bool:
     """Test whether two intervals do not overlap."""
     return higher.low is not None and lower.high is not None and higher.low > lower.high
-
-
-def _at_load(row: Row) -> str:
-    return variant_text(row.label) + ("" if row.concurrency is None else f" with {row.concurrency} requests at once")
 
 
 def _why_differing(folder: Folder) -> str:
@@ -243,8 +212,8 @@ def recommended(verdict: Verdict, where: str) -> str:
     )
 
 
-def commands(plan: Plan, verdict: Verdict, alone: bool) -> list[str]:
-    """Write the commands for a verdict. alone: with the options of its workload."""
+def commands(plan: Plan, verdict: Verdict, for_workload: bool) -> list[str]:
+    """Write the commands that a verdict recommends. for_workload: with the workload's own options."""
     target = ["--target", plan.target]
     for option, value, default in (
         ("--dtype", plan.dtype, None),
@@ -252,8 +221,8 @@ def commands(plan: Plan, verdict: Verdict, alone: bool) -> list[str]:
         ("--kernels", plan.kernels, "auto"),
     ):
         target += [option, str(value)] * (value != default)
-    prompt = ["--raw-prompt"] * (alone and verdict.workload.raw)
-    if alone and verdict.workload.temperature > 0:
+    prompt = ["--raw-prompt"] * (for_workload and verdict.workload.raw)
+    if for_workload and verdict.workload.temperature > 0:
         prompt += ["--temperature", f"{verdict.workload.temperature:g}"]
     row = verdict.fastest
     if row is None or not verdict.gains:
@@ -275,7 +244,7 @@ def _command(*arguments: str) -> str:
 
 
 def compared(differences: Sequence[Difference], first: str, second: str) -> list[str]:
-    """Say for every workload of two runs whether the fastest K is faster in the second."""
+    """Compare the fastest variant of each workload in two runs. first, second: names of the runs."""
     by_workload: dict[Workload, list[Difference]] = {}
     for difference in differences:
         by_workload.setdefault(difference.workload, []).append(difference)
@@ -290,13 +259,13 @@ def _compared(differences: Sequence[Difference], first: str, second: str) -> str
     if not known:
         return "no speed-ups to compare, because no request was timed in both runs"
     speedup, fastest = max(known, key=lambda pair: max(pair[0].first, pair[0].second))
-    text = f"{variant_text(fastest.label)}: speed-up {_change(speedup, first, second)}"
+    text = f"{variant_text(fastest.label)}: speed-up {_change_text(speedup, first, second)}"
     if (length := fastest.acceptance_length) is not None:
-        text += f"; acceptance length {_change(length, first, second)}"
+        text += f"; acceptance length {_change_text(length, first, second)}"
     return text
 
 
-def _change(change: Change, first: str, second: str) -> str:
+def _change_text(change: Change, first: str, second: str) -> str:
     if change.equal:
         return f"{change.first:.2f} in both"
     text = f"{change.first:.2f} in {first}, {change.second:.2f} in {second}"
@@ -315,5 +284,5 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number with its noun."""
+    """Write a number and its noun, in the plural unless it is 1."""
     return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""Lay out the pages of sweeps as blocks of peagle.measure.pages: the result, what to do, a table per workload."""
+"""Lay out the pages of sweeps: the result, what to do, a table per workload."""
 
 import re
 import shlex
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from peagle.measure.estimates import FEWEST, Estimate, estimate_text
 from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
+from peagle.measure.provenance import machine_text, origin_text
 from peagle.measure.sweep import charts, headline
 from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import SLOWER, Row, alone, best, concurrent, of_workload
-from peagle.measure.sweep.headline import counted, machine_text, place_text, variant_text
+from peagle.measure.sweep.headline import counted, variant_text
 from peagle.measure.sweep.plan import Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.result import LOOPING_ABOVE
@@ -23,20 +24,16 @@ LOOPING = headline.percent(LOOPING_ABOVE)
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of rows. It is left out if every cell is "-"."""
+    """A column of a table with a line per Row; left out if all its cells are "-"."""
 
     name: str
     text: Callable[[Row], str]
     meaning: str = ""
 
 
-def _drafted(row: Row) -> str:
+def _drafted_share(row: Row) -> str:
     passes = row.num_spec_steps + row.num_plain_steps
     return f"{row.num_spec_steps / passes:.0%}" if row.num_spec_steps and row.num_plain_steps else "-"
-
-
-def _acceptance(row: Row) -> str:
-    return estimate_text(row.acceptance_length)
 
 
 def _rows_a_token(row: Row) -> str:
@@ -44,11 +41,11 @@ def _rows_a_token(row: Row) -> str:
     return f"{(steps + row.num_draft_tokens) / (steps + row.num_accepted_draft_tokens):.2f}" if row.k else "-"
 
 
-def _without_loops(row: Row) -> str:
+def _length_without_loops(row: Row) -> str:
     return estimate_text(row.without_loops.acceptance_length) if row.looping_frac else "-"
 
 
-def _at_most(row: Row) -> str:
+def _length_at_most(row: Row) -> str:
     return estimate_text(row.bounds["best"].length) if row.bounds else "-"
 
 
@@ -65,8 +62,8 @@ def _parts_ms(row: Row) -> str:
     return "-" if row.draft_s is None else _ms(row.draft_s, row.verify_s, row.host_s)
 
 
-def _value(figure: Estimate | None) -> str:
-    return "-" if figure is None else f"{figure.value:.0f}"
+def _tok_per_s(row: Row) -> str:
+    return "-" if row.tok_per_s is None else f"{row.tok_per_s.value:.0f}"
 
 
 def _repeats(row: Row) -> str:
@@ -74,15 +71,11 @@ def _repeats(row: Row) -> str:
 
 
 def _slower(row: Row) -> str:
-    return _some(row.num_slower, row.num_compared)
+    return f"{row.num_slower} of {row.num_compared}" if row.num_slower else "-"
 
 
 def _differing(row: Row) -> str:
-    return _some(row.num_differing, row.num_outputs)
-
-
-def _some(count: int, of: int) -> str:
-    return f"{count} of {of}" if count else "-"
+    return f"{row.num_differing} of {row.num_outputs}" if row.num_differing else "-"
 
 
 K_COLUMN = Column("K", lambda row: row.label, "tokens drafted per step; 0: plain decoding")
@@ -90,22 +83,28 @@ DIFFERING = Column("outputs that differ", _differing, "from plain decoding's")
 ALONE = (
     K_COLUMN,
     Column("speed-up", lambda row: estimate_text(row.speedup), "tok/s over plain decoding's for the same requests"),
-    Column("drafted", _drafted, "share of the steps of auto that verified drafts"),
-    Column("acceptance length", _acceptance, "tokens per step that verified drafts, one of them the target's own"),
-    Column("length without loops", _without_loops, f"without outputs that repeat over {LOOPING} of their 4-grams"),
-    Column("length at most", _at_most, "acceptance length if each draft were the target's likeliest token"),
+    Column("drafted", _drafted_share, "share of the steps of auto that verified drafts"),
+    Column(
+        "acceptance length",
+        lambda row: estimate_text(row.acceptance_length),
+        "tokens per step that verified drafts, one of them the target's own",
+    ),
+    Column(
+        "length without loops", _length_without_loops, f"without outputs that repeat over {LOOPING} of their 4-grams"
+    ),
+    Column("length at most", _length_at_most, "acceptance length if each draft were the target's likeliest token"),
     Column("accepted", _positions, "share of steps with drafts that accepted the first, the second and so on"),
     Column("rows a token", _rows_a_token, "rows of the target per token: one a step, and one for each verified draft"),
-    Column("c(K)", lambda row: estimate_text(row.cycle_cost), "time of a pass, in passes of plain decoding"),
+    Column("c(K)", lambda row: estimate_text(row.cycle_cost), "time of a pass over that of a plain one"),
     Column("draft + verify + rest, ms", _parts_ms, "time of a pass by parts; some conversations, profiled"),
-    Column("tok/s", lambda row: _value(row.tok_per_s), "tokens after the first over their time"),
+    Column("tok/s", _tok_per_s, "tokens after the first over their time"),
     Column("slower requests", _slower, f"their 95 % interval over the repeats lies below {SLOWER:g}x"),
     DIFFERING,
 )
 NOT_IN_TERMINAL = ("drafted", "accepted", "rows a token", "draft + verify + rest, ms")
 TERMINAL = [column for column in ALONE if column.name not in NOT_IN_TERMINAL]
 AT_ONCE = (
-    Column("at once", lambda row: str(row.concurrency), "slots, for which all requests of a repeat wait together"),
+    Column("at once", lambda row: str(row.concurrency), "slots that all requests of a repeat share"),
     K_COLUMN,
     Column("total tok/s", lambda row: estimate_text(row.tok_per_s, 0), "of all requests; intervals are over repeats"),
     Column("over plain decoding", lambda row: estimate_text(row.speedup), "of as many requests at once"),
@@ -117,7 +116,7 @@ AT_ONCE = (
 
 
 def _table(rows: Sequence[Row], columns: Iterable[Column]) -> tuple[Table, list[Column]]:
-    """Make a table of the columns that say something; return it with them."""
+    """Make a table; return (it, the columns that are not left out)."""
     used = [column for column in columns if any(column.text(row) != "-" for row in rows)]
     return Table([column.name for column in used], [[column.text(row) for column in used] for row in rows]), used
 
@@ -143,14 +142,14 @@ def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
 
 
 def terminal_tables(folder: Folder, rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
-    """Yield (workload, short figures of all variants) for a terminal."""
+    """Yield (workload, table of its variants), one request at a time, for a terminal."""
     for workload in folder.plan.workloads:
         if own := of_workload(alone(rows), workload):
             yield workload.label, _table(own, TERMINAL)[0]
 
 
 def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[Sequence[Difference]]) -> list[Block]:
-    """Lay out the page of several runs: the others against the first (`compared`)."""
+    """Lay out the page of several runs. compared: by run after the first, the differences from the first."""
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
     first, others = names[folders[0]], [names[folder] for folder in folders[1:]]
@@ -176,7 +175,7 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[S
 
 
 def comparison_sentences(folders: Sequence[Folder], compared: Sequence[Sequence[Difference]]) -> list[str]:
-    """Say how the fastest variants of all other runs differ from the first run's."""
+    """Say how the fastest variants of each other run differ from the first run's."""
     first, *others = short_names([folder.path.resolve() for folder in folders])
     return [
         sentence
@@ -188,7 +187,7 @@ def comparison_sentences(folders: Sequence[Folder], compared: Sequence[Sequence[
 def difference_tables(
     folders: Sequence[Folder], compared: Sequence[Sequence[Difference]]
 ) -> Iterator[tuple[str, Table]]:
-    """Yield (title, table of differences from the first run) of all other runs."""
+    """Yield (title, table of differences from the first run) for each other run."""
     first, *others = short_names([folder.path.resolve() for folder in folders])
     for name, differences in zip(others, compared, strict=True):
         header = ("workload", "K", "requests", *(f"{figure}: {first}, {name}" for figure in ("speed-up", "length")))
@@ -197,15 +196,15 @@ def difference_tables(
                 difference.workload.label,
                 difference.label,
                 str(difference.num_requests),
-                _change(difference.speedup),
-                _change(difference.acceptance_length),
+                _change_cell(difference.speedup),
+                _change_cell(difference.acceptance_length),
             )
             for difference in differences
         ]
         yield f"{name} against {first}", Table(header, lines, num_names=2)
 
 
-def _change(change: Change | None) -> str:
+def _change_cell(change: Change | None) -> str:
     if change is None:
         return "-"
     if change.equal:
@@ -219,18 +218,18 @@ def _change(change: Change | None) -> str:
 def _series_of_runs(
     runs: Mapping[Folder, Sequence[Row]], names: Mapping[Folder, str], workload: Workload
 ) -> dict[str, Sequence[Row]]:
-    """Name the series of all runs in one workload by the run and the drafter."""
-    unlike = len({folder.plan.drafters for folder in runs}) > 1
+    """Group the rows of all runs in a workload into lines of a picture, named by the run and the drafter."""
+    drafters_differ = len({folder.plan.drafters for folder in runs}) > 1
     series: dict[str, Sequence[Row]] = {}
     for folder, rows in runs.items():
         for name, line in _series(folder.plan, of_workload(alone(rows), workload)).items():
-            drafter = name or (short_names(folder.plan.drafters)[0] if unlike else "")
+            drafter = name or (short_names(folder.plan.drafters)[0] if drafters_differ else "")
             series[f"{names[folder]}{drafter and f', {drafter}'}"] = line
     return series
 
 
 def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
-    """Group rows that speculate by their label without K; "" if it is empty."""
+    """Group rows that speculate into lines of a picture, named by their label without K."""
     series: dict[str, list[Row]] = {}
     for row in rows:
         if row.variant.speculates:
@@ -240,7 +239,6 @@ def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
 
 
 def _sentences(sentences: Sequence[str]) -> Iterator[Block]:
-    """Show the headlines."""
     if len(sentences) == 1:
         yield f"**{plain(sentences[0])}.**"
     elif sentences:
@@ -248,13 +246,13 @@ def _sentences(sentences: Sequence[str]) -> Iterator[Block]:
 
 
 def _items(items: Iterable[tuple[str, str]], title: str = "") -> Iterator[Block]:
-    """Show names with texts as a list, if there are any."""
+    """Show (name, text) as a list below a title; nothing without items."""
     if lines := [f"- **{plain(name)}:** {plain(text)}." for name, text in items]:
         yield from filter(None, (title, "\n".join(lines)))
 
 
 def _advice(folder: Folder, rows: Sequence[Row]) -> Iterator[Block]:
-    """Name the K to use, with commands and caveats; nothing if no speed-up is known."""
+    """Recommend a K, with commands and caveats; nothing if no speed-up is known."""
     plan = folder.plan
     known = [verdict for verdict in headline.verdicts(folder, rows) if verdict.fastest is not None]
     if not known:
@@ -274,7 +272,7 @@ def _advice(folder: Folder, rows: Sequence[Row]) -> Iterator[Block]:
 
 
 def _workload(folder: Folder, workload: Workload, rows: Sequence[Row], explained: set[str]) -> Iterator[Block]:
-    """Lay out one workload: its tables and two pictures. explained: columns that the page has explained, to add to."""
+    """Lay out a workload: tables and pictures. explained: names of columns that the page has explained; adds to it."""
     plan, slug, rows = folder.plan, _slug(workload.label), of_workload(rows, workload)
     at_once, rows = concurrent(rows), alone(rows)
     if rows:
@@ -302,24 +300,24 @@ def _workload(folder: Folder, workload: Workload, rows: Sequence[Row], explained
 
 
 def _explained_table(rows: Sequence[Row], columns: Iterable[Column], explained: set[str]) -> Iterator[Block]:
-    """Show a table; then the meaning of columns that are new on the page."""
+    """Show a table, then the meaning of columns that are new on the page."""
     table, used = _table(rows, columns)
     yield table
     new = [column for column in used if column.name not in explained]
     if not explained:
-        new.append(Column("(a..b)", str, f"95 % interval by bootstrap over conversations, of which it needs {FEWEST}"))
+        new.append(Column("(a..b)", str, f"95 % interval by bootstrap over conversations; needs {FEWEST} of them"))
     yield from _items((column.name, column.meaning) for column in new)
     explained.update(column.name for column in new)
 
 
 def _widest(rows: Sequence[Row]) -> Row:
-    """Choose the row of the largest fixed K, or of `auto` if there is no other."""
+    """Choose the row of the largest fixed K, else of `auto`."""
     fixed = [row for row in rows if isinstance(row.k, int)]
     return max(fixed or rows, key=lambda row: len(row.rate_per_position))
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[Block]:
-    """Show the fastest variant by category and by prompt length, if there are several."""
+    """Show the fastest variant by category and by prompt length."""
     row = best(row for row in rows if row.k != 0)
     if row is None or not (parts := [*row.by_category, *row.by_bucket]):
         return
@@ -333,7 +331,7 @@ def _parts(rows: Sequence[Row]) -> Iterator[Block]:
 
 
 def _calibrations(folder: Folder) -> Iterator[Block]:
-    """Show how far the drafter's own probability can be trusted, if a run with `auto` has counted that."""
+    """Show how often drafts are right over the drafter's probability of them, if the run counted that."""
     calibrations = calibrations_of(folder)
     lines = {
         f"{plain(calibration.label)}, {kind}": calibration.points(kind)
@@ -345,12 +343,12 @@ def _calibrations(folder: Folder) -> Iterator[Block]:
 
 
 def _origin(folder: Folder) -> Iterator[Block]:
-    """Show the origin of a run: its command, machine, files and checksums."""
+    """Show a run's command, machines, files and checksums."""
     plan, origins = folder.plan, folder.origins
     yield Commands([shlex.join(origins[0]["command"])])
     lines = [
         ("began", origins[0]["time"]),
-        *(("machine", place) for place in dict.fromkeys(map(place_text, origins))),
+        *(("machine", text) for text in dict.fromkeys(map(origin_text, origins))),
         *([("processes", f"{len(origins)}, each after --resume")] if len(origins) > 1 else []),
         (
             "decoding",
@@ -371,7 +369,8 @@ def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
     _, left_out = folder.prompts() or ([], [])
     for source in folder.plan.sources:
         own = [left for left in left_out if left.prompts == source.name]
-        rows, conversations = ([left.why for left in own if (left.row is None) == of_file] for of_file in (True, False))
+        rows = [left.why for left in own if left.row is None]
+        conversations = [left.why for left in own if left.row is not None]
         parts = [
             f"layout {source.layout}, {source.num_used} of {source.num_rows} rows",
             "" if source.max_turns is None else f"; turns of each: at most {source.max_turns}",
@@ -384,12 +383,11 @@ def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
 
 
 def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
-    """Yield the picture, if there is one."""
     if svg is not None:
         yield Picture(name, svg, caption)
 
 
 def _slug(label: str) -> str:
-    """Make a file name of a label, with a checksum unless the label is plain lower-case ASCII."""
+    """Make a file name of a label, with a checksum if the label has more than lower-case ASCII."""
     words = re.sub(r"[^a-z0-9]+", "_", label.lower()).strip("_")
     return words if label.isascii() and label == label.lower() else f"{words}_{zlib.crc32(label.encode()):08x}"

@@ -1,6 +1,5 @@
-"""The plan of a sweep: frozen, checked, and unchanged by a round trip through JSON."""
+"""The plan of a sweep, checked, and as JSON."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,28 +12,26 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import printable
 
 FULL = "full"  # the drafter's whole vocabulary
-BUCKETS = (128, 512, 2048)  # prompt tokens at which a new bucket begins
-PROFILED, PROFILED_TOKENS = 3, 32  # conversations of a variant under the profiler, and tokens of their answers
 
 K = int | str  # auto or auto:N: draft by confidence (peagle.config)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to decode; k 0 is plain decoding, without a drafter."""
+    """One way to decode. k = 0: plain decoding, without a drafter."""
 
     k: K
     drafter: str | None = None
     draft_vocab: str | None = None  # None: full
-    concurrency: int | None = None  # slots that all requests share; None: one request at a time, variants in turns
-    drafter_window: str | None = None  # None: as the drafter's files say
+    concurrency: int | None = None  # slots for all requests at once; None: one request at a time, variants in turns
+    drafter_window: str | None = None  # None: that of the drafter's files
 
     @property
     def speculates(self) -> bool:
         return self.k != 0
 
     def at(self, concurrency: int | None) -> "Variant":
-        """Decode the same way with another number of slots."""
+        """Return this variant with another number of slots."""
         return dataclasses.replace(self, concurrency=concurrency)
 
 
@@ -43,9 +40,9 @@ PLAIN = Variant(0)
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The requests that variants are compared on, and how they are sampled."""
+    """Requests to compare variants on, and their sampling."""
 
-    prompts: str  # a source's name
+    prompts: str  # name of a Source
     raw: bool  # without the chat template
     temperature: float
 
@@ -57,7 +54,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A file of prompts as it was read (published copies of a set differ)."""
+    """A file of prompts as it was read; its checksum, because published copies of a set differ."""
 
     name: str
     file: str  # as typed, or demo
@@ -66,15 +63,12 @@ class Source:
     num_rows: int
     num_skipped: int  # rows without a usable prompt
     num_used: int  # conversations
-    max_turns: int | None  # of a conversation; None: all
+    max_turns: int | None  # used of a conversation; None: all
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A whole sweep.
-
-    `fingerprints`: hashes of the files of "target" and of every "drafter NAME".
-    """
+    """All settings of a sweep."""
 
     target: str
     drafters: tuple[str, ...]
@@ -85,19 +79,19 @@ class Plan:
     temperatures: tuple[float, ...]
     repeats: int
     max_new_tokens: int
-    max_prompt_tokens: int | None  # longer prompts are left out, or refused
-    too_long: Literal["skip", "error"]
-    buckets: tuple[int, ...]
+    max_prompt_tokens: int | None
+    too_long: Literal["skip", "error"]  # leave longer prompts out, or refuse them
+    buckets: tuple[int, ...]  # prompt tokens at which a new bucket begins
     seed: int
     dtype: str | None
     experts: str
     kernels: str
     template: str = ""  # sha256 of the target's chat template and tokenizer
-    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    in_a_row: int = 1  # requests of a variant before the next one's turn
+    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of "target", of each "drafter NAME"
+    in_a_row: int = 1  # requests that a variant decodes before the next variant's turn
     special_tokens: bool = False  # special tokens spelled in raw text are control tokens
-    aux_layer_ids: tuple[int, ...] | None = None  # of every drafter with weights; None: by its config.json
-    concurrencies: tuple[int, ...] = ()  # numbers of slots with which every variant also decodes all requests at once
+    aux_layer_ids: tuple[int, ...] | None = None  # for every drafter with weights; None: by its config.json
+    concurrencies: tuple[int, ...] = ()  # with each number of slots, variants also decode all requests at once
     drafter_windows: tuple[str | None, ...] = (None,)
 
     def __post_init__(self) -> None:
@@ -113,7 +107,7 @@ class Plan:
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
             typed = ",".join(map(str, self.buckets))
-            raise InputError(f"--buckets is {typed}; expected numbers of tokens that rise, such as 128,512")
+            raise InputError(f"--buckets is {typed}; expected ascending numbers of tokens, such as 128,512")
         if (fewest := min(self.concurrencies, default=1)) < 1:
             raise InputError(f"--concurrency is {fewest}; expected 1 or more requests at once")
         for seed in (self.seed, self.seed + self.repeats - 1):
@@ -122,18 +116,19 @@ class Plan:
             EngineConfig(k)  # check it
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
-            raise InputError(f"two files of prompts have the name {_twice(names)}; give them different names")
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"two files of prompts have the name {twice}; give them different names")
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """One request at a time: plain decoding first, then by K, then auto:N by N, then auto."""
-        ks = sorted(self.ks, key=in_order)
+        """The variants that decode one request at a time: plain decoding, then by `k_order`."""
+        ks = sorted(self.ks, key=k_order)
         drafters = list(itertools.product(self.drafters, self.draft_vocabs, self.drafter_windows))
         return (PLAIN, *(Variant(k, d, v, drafter_window=w) for k in ks for d, v, w in drafters))
 
     @property
     def concurrent(self) -> tuple[Variant, ...]:
-        """Many requests at once: each variant with each number of slots."""
+        """The variants that decode many requests at once: each of `variants` with each number of slots."""
         return tuple(
             variant.at(slots) for slots, variant in itertools.product(sorted(self.concurrencies), self.variants)
         )
@@ -146,7 +141,7 @@ class Plan:
         )
 
     def label(self, variant: Variant) -> str:
-        """Name a variant by what sets it apart."""
+        """Name a variant by the fields that tell it from the plan's others."""
         parts = [str(variant.k)]
         if variant.drafter is not None and len(self.drafters) > 1:
             parts.append(short_names(self.drafters)[self.drafters.index(variant.drafter)])
@@ -169,8 +164,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Plan":
-        """Undo `to_json`. Raises KeyError or TypeError for any other value."""
-        if not all(isinstance(k, int) or _is_auto(k) for k in value["ks"]):
+        """Undo `to_json`. Raises KeyError, TypeError or InputError for any other value."""
+        if not all(isinstance(k, int | str) for k in value["ks"]):
             raise TypeError(f"ks is {value['ks']}")
         fields: dict[str, Any] = {
             name: tuple(field) if isinstance(field, list) else field for name, field in value.items()
@@ -179,10 +174,7 @@ class Plan:
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
-    """Shorten paths to their shortest distinct ends, printable.
-
-    Example: runs/a/drafter and runs/b/drafter become a/drafter and b/drafter.
-    """
+    """Shorten paths to their last distinct parts. Example: runs/a/x and runs/b/x become a/x and b/x."""
     parts = [Path(printable(str(path))).parts or ("",) for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -191,15 +183,8 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     return [printable(str(path)) for path in paths]
 
 
-def _is_auto(k: Any) -> bool:
-    with contextlib.suppress(InputError, AttributeError):
-        most_by_auto(k)
-        return True
-    return False
-
-
-def in_order(k: K) -> tuple[bool, int | float]:
-    """Order numbers of drafted tokens, then auto:N by N, then auto."""
+def k_order(k: K) -> tuple[bool, int | float]:
+    """Return a key that sorts numbers first, then auto:N by N, then auto."""
     if isinstance(k, int):
         return False, k
     most = most_by_auto(k)
@@ -207,10 +192,7 @@ def in_order(k: K) -> tuple[bool, int | float]:
 
 
 def parse_ks(text: str) -> tuple[K, ...]:
-    """Parse numbers of drafted tokens, ranges and auto: "1-3,5,auto,auto:9".
-
-    0 is dropped: plain decoding always runs.
-    """
+    """Parse a list such as "1-3,5,auto,auto:9". 0 is dropped, because plain decoding always runs."""
     ks: list[K] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
@@ -232,12 +214,8 @@ def parse_ks(text: str) -> tuple[K, ...]:
 
 
 def numbers(flag: str, text: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
-    """Parse numbers separated by commas."""
+    """Parse numbers separated by commas; duplicates are dropped."""
     try:
         return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
         raise InputError(f"{flag} is {text!r}; expected numbers separated by commas") from None
-
-
-def _twice(names: Sequence[str]) -> str:
-    return next(name for name in names if names.count(name) > 1)

@@ -1,16 +1,16 @@
-"""Decode a plan: every prompt by every variant, in turns. Results are appended at once.
+"""Decode a plan: every request by every variant, in turns.
 
-In every repeat and workload all variants decode all prompts. Their order rotates from prompt to prompt and repeat to
-repeat, so that drift of the machine affects all of them equally. No time includes compilation, or the measurement of
-costs for `auto`. At a temperature above 0 repeats have different seeds. At the end variants decode some requests once
-more under the profiler, to split a step's time into parts.
+The order of variants rotates from request to request and repeat to repeat, so that drift of the machine affects all of
+them equally. No time includes compilation, or the measurement of costs for `auto`. Above temperature 0 repeats have
+different seeds. At the end variants decode some requests once more under the profiler, which splits a step's time into
+parts.
 
-Many requests at once (`Plan.concurrent`): every variant decodes all requests of a workload together, once a repeat.
-Variants with the same number of slots follow one another in rotating order; numbers of slots ascend and descend in
-alternating repeats.
+Many requests at once (`Plan.concurrent`): in each repeat a variant decodes all requests of a workload together.
+Variants with the same number of slots take turns in rotating order; numbers of slots ascend and descend in alternating
+repeats.
 
-The prompts of later turns hold plain decoding's greedy answers to the turns before, so that all variants get the same
-prompts.
+Prompts of later turns hold plain decoding's greedy answers to the earlier turns, so that they are the same for all
+variants.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from peagle.config import SamplingParams
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bound import Bound, bound
-from peagle.measure.profile import operations_of, profile
-from peagle.measure.sweep.plan import PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
+from peagle.measure.profile import operation_parts, profile
+from peagle.measure.sweep.plan import PLAIN, Plan, Source, Variant, Workload
 from peagle.measure.sweep.store import (
     Folder,
     Key,
@@ -39,31 +39,32 @@ from peagle.measure.sweep.store import (
 from peagle.ops.errors import InputError
 from peagle.ops.memory import share_of_mappings
 from peagle.pair import Pair
-from peagle.result import Result, decode
+from peagle.result import decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Conversation, Rendering
 
 Models = tuple[str | None, str | None, str | None]  # drafter, draft vocabulary, window of the drafter
-Pairs = Mapping[Models, Pair | InputError]  # an error if the pair could not be loaded and the run continues
-Progress = Callable[[int, int], None]
+Pairs = Mapping[Models, Pair | InputError]  # the error of a pair that could not be loaded, if the run continues
+Progress = Callable[[int, int], None]  # (done, total)
 Item = TypeVar("Item")
 
-MOST_MAPPINGS = 0.85  # share of the allowed memory mappings; a variant's programs take up to a tenth
+MOST_MAPPINGS = 0.85  # of the memory mappings that a process may have; a variant's programs take up to a tenth
+PROFILED, PROFILED_TOKENS = 3, 32  # conversations of a variant to profile, and tokens of each
 
 
 def models_of(variant: Variant) -> Models:
-    """Return the key of the pair that a variant needs; plain decoding runs with any."""
+    """Return the key in Pairs of the models that a variant needs."""
     return variant.drafter, variant.draft_vocab, variant.drafter_window
 
 
 def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:
     """Make and store the requests of every source and rendering, and the prompts left out.
 
-    Conversations that the folder holds already are kept. sets: prompts by a source's name. Raises InputError for a
-    conversation that cannot be rendered, and by `Plan.too_long` for a prompt that is too long.
+    Conversations in the folder's asking.jsonl are kept. sets: prompts by a source's name. Raises InputError for a
+    conversation that cannot be rendered, and for a prompt that is too long unless `Plan.too_long` skips it.
     """
     plan = folder.plan
-    stored = {(begun.prompts, begun.raw, begun.row): begun for begun in folder.begun()}
+    stored = {(known.prompts, known.raw, known.row): known for known in folder.conversations()}
     total = sum(source.num_used for source in plan.sources) * len(plan.raw)
     conversations: list[SweepConversation] = []
     for source, raw in itertools.product(plan.sources, plan.raw):
@@ -85,7 +86,7 @@ def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], pro
 
 
 def num_turns(source: Source, raw: bool, conversation: Conversation) -> int:
-    """Count the turns of a conversation that the plan uses, before lengths. Raw text has one."""
+    """Count the turns of a conversation that the plan uses, if none is too long. Raw text has one."""
     turns = min(source.max_turns or conversation.num_requests, conversation.num_requests)
     return min(turns, 1) if raw and conversation.turns else turns
 
@@ -93,7 +94,7 @@ def num_turns(source: Source, raw: bool, conversation: Conversation) -> int:
 def _conversation(
     plan: Plan, pair: Pair, source: Source, raw: bool, row: int, prompts: Conversation, first: int
 ) -> SweepConversation:
-    """Make a conversation's requests, numbered from `first`; later turns need plain decoding."""
+    """Make a conversation's requests, numbered from `first`. Decodes the answers that later turns hold."""
     requests: list[SweepRequest] = []
     answers: list[str] = []
     why = None
@@ -109,7 +110,7 @@ def _conversation(
         except InputError as error:
             if not raw:
                 raise
-            why = str(error).partition(";")[0]  # raw text has no system text or history
+            why = str(error).partition(";")[0]  # the conversation has a system text or history
             break
         if len(prompt_ids) > longest:
             why = f"{prompts.name}, turn {turn + 1}, has {len(prompt_ids)} tokens; expected at most {longest}"
@@ -126,7 +127,7 @@ def _conversation(
 
 
 class Task(NamedTuple):
-    """Requests that one variant decodes together: a single one or, of many at once, all of a workload."""
+    """Requests that a variant decodes together: one, or all of a workload at once."""
 
     workload: Workload
     variant: Variant
@@ -134,14 +135,13 @@ class Task(NamedTuple):
     requests: Sequence[SweepRequest]
 
     def keys(self) -> Iterator[Key]:
-        """Yield the keys of the samples."""
         return ((self.workload, self.variant, self.repeat, request.request) for request in self.requests)
 
 
 class SweepRun:
-    """Decode the rest of a plan in this process, after `make_requests`.
+    """Decodes the rest of a run's plan, after `make_requests`.
 
-    `failed`: the errors of variants without which the run continued.
+    failed: errors of variants, if the run continues without them.
     """
 
     def __init__(self, folder: Folder, pairs: Pairs, continue_on_error: bool) -> None:
@@ -149,8 +149,8 @@ class SweepRun:
         self.pair = self._pair(PLAIN)
         by_workload = {workload: folder.requests(workload) for workload in self.plan.workloads}
         self.requests = {workload: requests for workload, requests in by_workload.items() if requests}
-        everything = itertools.chain.from_iterable(self.requests.values())
-        self.capacity = self.pair.capacity([self.request(request, SamplingParams()) for request in everything])
+        requests = itertools.chain.from_iterable(self.requests.values())
+        self.capacity = self.pair.capacity([self.request(request, SamplingParams()) for request in requests])
         done = {sample.key for sample in folder.samples()}
         self.left = [task for task in self._tasks() if not done.issuperset(task.keys())]
         self.failed: dict[tuple[Workload, Variant], str] = {}
@@ -160,16 +160,17 @@ class SweepRun:
         by_slots = itertools.groupby(self.plan.concurrent, key=lambda variant: variant.concurrency)
         loads = [list(variants) for _, variants in by_slots]
         for repeat, (workload, requests) in itertools.product(range(self.plan.repeats), self.requests.items()):
-            for number, some in enumerate(_batched(requests, self.plan.in_a_row)):
+            for number, start in enumerate(range(0, len(requests), self.plan.in_a_row)):
+                in_a_row = requests[start : start + self.plan.in_a_row]
                 for variant in _rotated(self.plan.variants, repeat + number):
-                    yield from (Task(workload, variant, repeat, [request]) for request in some)
+                    yield from (Task(workload, variant, repeat, [request]) for request in in_a_row)
             for number, variants in enumerate(loads if repeat % 2 == 0 else reversed(loads)):
                 yield from (
                     Task(workload, variant, repeat, requests) for variant in _rotated(variants, repeat + number)
                 )
 
     def warm_up(self, progress: Progress) -> None:
-        """Compile for all variants that have requests left, and measure the costs for `auto`.
+        """Compile the programs of the remaining tasks, and measure the costs for `auto`.
 
         Raises InputError if a variant fails, unless `continue_on_error`.
         """
@@ -186,10 +187,7 @@ class SweepRun:
                 self._engine(variant).warm_up(sampled=not SamplingParams(workload.temperature).greedy)
 
     def decode(self, progress: Progress) -> None:
-        """Decode the requests that the folder's raw lines lack, and append them.
-
-        Raises InputError as `warm_up` does.
-        """
+        """Decode the remaining tasks, and append their samples. Raises InputError as `warm_up` does."""
         total, decoded = sum(len(task.requests) for task in self.left), 0
         for task in self.left:
             progress(decoded, total)
@@ -200,26 +198,22 @@ class SweepRun:
         progress(decoded, total)
 
     def _decode(self, task: Task) -> None:
-        """Decode a task's requests together, and append their lines."""
         workload, variant, repeat = task.workload, task.variant, task.repeat
         sampling = SamplingParams(workload.temperature, seed=self.plan.seed + (repeat if workload.temperature else 0))
         requests = [self.request(request, sampling) for request in task.requests]
         results = decode(self._engine(variant), requests, self.pair.tokenizer)
-        bounded = workload.temperature > 0 and repeat == 0 and variant.speculates and variant.concurrency is None
-        bounds = [self._bound(variant, result) if bounded else None for result in results]
+        bounds: Sequence[Bound | None] = [None] * len(results)
+        if workload.temperature > 0 and repeat == 0 and variant.speculates and variant.concurrency is None:
+            pair = self._pair(variant)
+            assert pair.drafter is not None
+            bounds = [bound(pair.target, pair.drafter, result) for result in results]
         self.folder.append_samples(
             [Sample.of(workload, variant, repeat, result, most) for result, most in zip(results, bounds, strict=True)]
         )
 
-    def _bound(self, variant: Variant, result: Result) -> Bound | None:
-        """Measure the acceptance that the temperature allows along an output."""
-        pair = self._pair(variant)
-        assert pair.drafter is not None
-        return bound(pair.target, pair.drafter, result)
-
     @contextlib.contextmanager
     def _failing(self, workload: Workload, variant: Variant) -> Iterator[None]:
-        """Append a variant's error; then raise InputError or, with `continue_on_error`, keep it."""
+        """Append a variant's error to the folder; then keep it if `continue_on_error`, else raise InputError."""
         try:
             yield
         except (InputError, MemoryError, RuntimeError) as error:  # JAX raises RuntimeErrors
@@ -233,7 +227,6 @@ class SweepRun:
             self.failed[workload, variant] = why
 
     def request(self, request: SweepRequest, sampling: SamplingParams) -> Request:
-        """Make the engine's request."""
         room = self.pair.max_positions - len(request.prompt_ids)
         return Request(request.prompt_ids, min(self.plan.max_new_tokens, room), sampling, index=request.request)
 
@@ -243,13 +236,13 @@ class SweepRun:
             raise pair
         return pair
 
-    def auto_drafts(self, variant: Variant) -> int:
-        """Return the most drafts of a step by a variant's `auto`."""
-        return self._pair(variant).num_drafts(variant.k)[0]
+    def counting_engine(self, variant: Variant) -> tuple[AnyEngine, int]:
+        """Return (an adaptive engine of a variant's models, the most drafts of its steps).
 
-    def counting_engine(self, variant: Variant, num_drafts: int) -> tuple[AnyEngine, int]:
-        """Return (an adaptive engine of a variant's models, the most drafts of its steps)."""
+        They are the plan's largest fixed K, else those of `auto`.
+        """
         pair = self._pair(variant)
+        num_drafts = max((k for k in self.plan.ks if isinstance(k, int)), default=0) or pair.num_drafts(variant.k)[0]
         window = getattr(pair.drafter, "window", None)
         num_drafts = num_drafts if window is None else min(num_drafts, window - 1)
         return pair.engine(pair.engine_config(num_drafts, context=self.capacity, adaptive=True)), num_drafts
@@ -261,9 +254,9 @@ class SweepRun:
         return pair.engine(pair.engine_config(k, context=self.capacity, adaptive=adaptive, slots=slots))
 
     def profile(self, progress: Progress) -> None:
-        """Profile PROFILED conversations by workload and variant, and store the results.
+        """Profile PROFILED conversations of each workload by each variant, and store the results.
 
-        Profiles that failed are tried again on the next resume.
+        A resumed run tries profiles that failed again.
         """
         shares = self.folder.shares
         stored = {share.key for share in shares}
@@ -291,32 +284,28 @@ class SweepRun:
         variant: Variant,
         programs: dict[tuple[float, Variant], dict[str, str]],
     ) -> Share:
-        """Decode a request under the profiler. programs: the operations of those compiled so far."""
+        """Decode a request under the profiler. programs: results of `operation_parts`, to reuse and add to."""
         try:
             profiled = self.request(request, SamplingParams(workload.temperature, seed=self.plan.seed))
             profiled = dataclasses.replace(profiled, max_new_tokens=min(profiled.max_new_tokens, PROFILED_TOKENS))
             engine, sampled = self._engine(variant), not profiled.sampling.greedy
             engine.warm_up(sampled=sampled)
-            program = (workload.temperature, variant)
-            if program not in programs:
-                programs[program] = operations_of(engine, sampled)
+            key = (workload.temperature, variant)
+            if key not in programs:
+                programs[key] = operation_parts(engine, sampled)
             with tempfile.TemporaryDirectory() as directory:
-                times = profile(engine, [profiled], Path(directory), programs[program], perfetto=False)
+                times = profile(engine, [profiled], Path(directory), programs[key], perfetto=False)
         except (InputError, OSError, RuntimeError) as error:
             return Share(workload, variant, request.request, why_not=str(error).partition("\n")[0])
-        draft_ms, verify_ms, other_ms = times.in_three.values()
-        return Share(workload, variant, request.request, times.num_steps, draft_ms, verify_ms, other_ms)
+        other_ms = times.step_ms - times.draft_ms - times.verify_ms
+        return Share(workload, variant, request.request, times.num_steps, times.draft_ms, times.verify_ms, other_ms)
 
 
 def _longest(requests: Sequence[SweepRequest], tokens: Mapping[int, int]) -> list[SweepRequest]:
-    """Choose the first turns of PROFILED conversations, those with most tokens (by request) of plain decoding."""
+    """Choose the first turns of the PROFILED conversations with most tokens. tokens: of plain decoding, by request."""
     first_turns = [request for request in requests if request.turn == 0]
     return sorted(first_turns, key=lambda request: -tokens.get(request.request, 0))[:PROFILED]
 
 
-def _batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _rotated(items: Sequence[Item], places: int) -> Iterator[Item]:
-    return (items[(places + place) % len(items)] for place in range(len(items)))
+def _rotated(items: Sequence[Item], shift: int) -> Iterator[Item]:
+    return (items[(shift + index) % len(items)] for index in range(len(items)))

@@ -1,14 +1,12 @@
-"""The folder of a run.
+"""The folder of a run. A run that is killed loses at most the requests being decoded.
 
-A run that is killed at any moment loses at most the requests being decoded.
+    run.json        schema, plan, provenance ("sittings": one per process of the run and its resumes); at the end
+                    profiles ("shares"), figures ("rows"), and figures of many requests at once ("by_concurrency")
+    prompts.jsonl   a line per request, and a line per conversation or row left out, with the reason
+    asking.jsonl    a line per conversation, until prompts.jsonl is complete
+    raw.jsonl       a line per decoded request, in the order of decoding
 
-    run.json        schema, plan, provenance ("sittings": one per process, for the run and its resumes); at the end
-                    profiles ("shares") and figures ("rows" and, for many requests at once, "by_concurrency")
-    prompts.jsonl   a line per request: set, raw, row, turn, category, prompt_ids; and those left out, with the reason
-    asking.jsonl    until prompts.jsonl is complete: a line per conversation
-    raw.jsonl       a line per decoded request, in order of decoding
-
-All other files (README.md, report.html, pictures) are made from these.
+README.md, report.html and the pictures are made from these.
 """
 
 import dataclasses
@@ -31,13 +29,13 @@ from peagle.result import Counters, Result
 SCHEMA, KIND = 3, "sweep"
 IN_SHORT = "sweep in short"  # the kind of a run's summary by scripts.publish
 ITL_QUANTILES = (0.5, 0.9, 0.99)
-FEWEST_WAITS = 4  # between arrivals, for quantiles
+FEWEST_WAITS = 4  # between two arrivals of tokens, for quantiles
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
 
 Json = dict[str, Any]
-# fields whose own fields are keys of a line
+# fields whose own fields stand in the line itself
 _FLAT: dict[str, Any] = {"workload": Workload, "variant": Variant, "counters": Counters}
-_KEYS = {"num_spec_tokens": "num_speculative_tokens", "requests": "asked"}  # of fields with other names
+_KEYS = {"num_spec_tokens": "num_speculative_tokens", "requests": "asked"}  # keys that differ from the field's name
 
 Record = TypeVar("Record")
 Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repeat, request
@@ -45,12 +43,12 @@ Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repe
 
 @dataclasses.dataclass(frozen=True)
 class SweepRequest:
-    """One request of a set of prompts, the same for all variants and temperatures."""
+    """A request of a source, for all variants and temperatures."""
 
     prompts: str
     raw: bool
     request: int  # its number in the set
-    row: int  # of the conversation, from 0
+    row: int  # number of its conversation, from 0
     turn: int
     category: str | None
     prompt_ids: tuple[int, ...]
@@ -62,24 +60,24 @@ class LeftOut:
 
     prompts: str
     raw: bool | None
-    row: int | None  # None: a row of the file, named in `why`
+    row: int | None  # number of the conversation; None: a row of the file, named in `why`
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepConversation:
-    """A conversation's requests, with the answers to earlier turns in their prompts."""
+    """The requests of a conversation; their prompts hold the answers to earlier turns."""
 
     prompts: str
     raw: bool
     row: int
     requests: tuple[SweepRequest, ...]
-    why: str | None = None  # the reason, if it ends early
+    why: str | None = None  # why it ends before its last turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The result of one request, decoded once: a line of raw.jsonl. Times in seconds."""
+    """The result of decoding a request once: a line of raw.jsonl."""
 
     workload: Workload
     variant: Variant
@@ -88,13 +86,13 @@ class Sample:
     output_tokens: int
     finish_reason: str
     loop_share: float | None = None
-    ttft_s: float | None = None  # of many at once: since they were added together, with the wait for a slot
+    ttft_s: float | None = None  # of many at once: since all were added, so it includes the wait for a slot
     decode_s: float | None = None
-    itl_s: tuple[float, ...] | None = None  # ITL_QUANTILES
+    itl_s: tuple[float, ...] | None = None  # at ITL_QUANTILES
     counters: Counters
     output_sha256: str  # of the ids, shortened, to compare outputs
-    output_ids: tuple[int, ...] | None = None  # of plain decoding's first repeat
-    bound: Bound | None = None  # of the first repeat at a temperature
+    output_ids: tuple[int, ...] | None = None  # plain decoding's first repeat only
+    bound: Bound | None = None  # first repeat above temperature 0 only
 
     @property
     def key(self) -> Key:
@@ -109,7 +107,6 @@ class Sample:
     def of(
         cls, workload: Workload, variant: Variant, repeat: int, result: Result, bound: Bound | None = None
     ) -> "Sample":
-        """Make a sample of a result."""
         itl = np.quantile(result.itl_s, ITL_QUANTILES) if len(result.itl_s) >= FEWEST_WAITS else None
         return cls(
             workload=workload,
@@ -131,7 +128,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The time of a request's steps under the profiler, in ms a step; or why there is none."""
+    """Milliseconds of a request's step under the profiler, or the reason for their absence."""
 
     workload: Workload
     variant: Variant
@@ -155,7 +152,7 @@ class Folder:
         try:
             self.plan = Plan.from_json(record["plan"])
             missing = [name for name in ("sittings", "shares", "rows") if name not in record]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, InputError) as error:
             missing = [repr(error)]
         if missing:
             raise InputError(f"{path / RUN} is incomplete ({missing[0]}); expected a folder of peagle sweep")
@@ -166,7 +163,7 @@ class Folder:
 
     @property
     def origins(self) -> list[Json]:
-        """The provenance of every process of the run."""
+        """The provenance of each process of the run."""
         origins: list[Json] = self.record["sittings"]
         return origins
 
@@ -176,19 +173,19 @@ class Folder:
         return [record_of(Share, line) for line in self.record["shares"] if "why_not" not in line]
 
     def save(self, **changes: Any) -> None:
-        """Write run.json with these keys changed."""
+        """Change keys of run.json, and write it."""
         self.record = self.record | changes
         _write(self.path / RUN, dumps(self.record, indent=1) + "\n")
 
     def discard(self) -> None:
-        """Remove the folder, unless it holds decoded requests or answers to earlier turns."""
-        if not self.samples() and all(len(conversation.requests) < 2 for conversation in self.begun()):
+        """Remove the folder, unless it holds decoded requests, or later turns, whose prompts took decoding."""
+        if not self.samples() and all(len(conversation.requests) < 2 for conversation in self.conversations()):
             for name in (ASKING, RAW, RUN):
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
 
     def prompts(self) -> tuple[list[SweepRequest], list[LeftOut]] | None:
-        """Read (requests, conversations and rows left out); None before all are known."""
+        """Read (requests, conversations and rows left out); None before prompts.jsonl is complete."""
         if not (self.path / PROMPTS).exists():
             return None
 
@@ -202,31 +199,30 @@ class Folder:
         )
 
     def requests(self, workload: Workload) -> list[SweepRequest]:
-        """Read the requests of a workload, in order."""
         requests, _ = self.prompts() or ([], [])
         return [request for request in requests if (request.prompts, request.raw) == (workload.prompts, workload.raw)]
 
-    def save_prompts(self, conversations: Sequence[SweepConversation], left_out: Mapping[str, Sequence[str]]) -> None:
-        """Write all prompts and the rows left out, by source; then remove asking.jsonl."""
+    def save_prompts(self, conversations: Sequence[SweepConversation], skipped: Mapping[str, Sequence[str]]) -> None:
+        """Write prompts.jsonl, and remove asking.jsonl. skipped: by source, the reasons for rows without a prompt."""
         records: list[SweepRequest | LeftOut] = [
             *(request for conversation in conversations for request in conversation.requests),
-            *(LeftOut(name, None, None, why) for name, reasons in left_out.items() for why in reasons),
+            *(LeftOut(name, None, None, why) for name, reasons in skipped.items() for why in reasons),
             *(LeftOut(cut.prompts, cut.raw, cut.row, cut.why) for cut in conversations if cut.why),
         ]
         _write(self.path / PROMPTS, "".join(dumps(dataclasses.asdict(record)) + "\n" for record in records))
         (self.path / ASKING).unlink(missing_ok=True)
 
-    def begun(self) -> list[SweepConversation]:
-        """Read the conversations that were ready before an interruption."""
+    def conversations(self) -> list[SweepConversation]:
+        """Read asking.jsonl."""
         return list(_records(self.path / ASKING, lambda line: record_of(SweepConversation, line)))
 
     def samples(self) -> list[Sample]:
-        """Read all decoded requests, without an incomplete last line."""
+        """Read raw.jsonl, without its errors."""
         records = _records(self.path / RAW, lambda line: None if "error" in line else record_of(Sample, line))
         return [sample for sample in records if sample is not None]
 
     def errors(self) -> dict[tuple[Workload, Variant], str]:
-        """Read the errors of variants that have not succeeded since."""
+        """Read the errors of variants that have not decoded a request since."""
         errors: dict[tuple[Workload, Variant], str] = {}
         lines = _records(self.path / RAW, lambda line: (_take(Workload, line), _take(Variant, line), line.get("error")))
         for workload, variant, error in lines:
@@ -236,24 +232,22 @@ class Folder:
         return errors
 
     def append_samples(self, samples: Sequence[Sample]) -> None:
-        """Append lines to raw.jsonl in a single write, since requests decoded together belong together."""
+        """Append lines to raw.jsonl in one write, so that requests decoded together stay together."""
         _append(self.path / RAW, [line_of(sample) for sample in samples])
 
     def append_error(self, workload: Workload, variant: Variant, message: str) -> None:
-        """Append a variant's error to raw.jsonl."""
         _append(self.path / RAW, [line_of(workload) | line_of(variant) | {"error": message}])
 
     def append_conversation(self, conversation: SweepConversation) -> None:
-        """Append a line to asking.jsonl."""
         _append(self.path / ASKING, [line_of(conversation)])
 
 
 def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
-    """Create a folder with a plan. Raises InputError if the path exists."""
+    """Create a run's folder. Raises InputError if the path exists."""
     expect_new(path)
     record: Json = {"schema": SCHEMA, "kind": KIND, "plan": plan.to_json(), "sittings": [provenance]}
     record |= {"shares": [], "rows": None}
-    hidden = path.with_name(f".{path.name}.tmp")  # so that a folder always has its plan
+    hidden = path.with_name(f".{path.name}.tmp")  # renamed with run.json in it, so that no folder lacks one
     with writing(path):
         hidden.mkdir(parents=True, exist_ok=True)
         Folder(hidden, record).save()
@@ -262,7 +256,7 @@ def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
 
 
 def open_run(path: Path) -> Folder:
-    """Open the folder of a run. Raises InputError for another kind of folder, or another schema."""
+    """Open a run's folder. Raises InputError for another kind of folder, or another schema."""
     try:
         record = json.loads((path / RUN).read_text(encoding="utf-8"))
         kind, schema = record.get("kind"), record.get("schema")
@@ -283,7 +277,7 @@ def open_run(path: Path) -> Folder:
 
 
 def line_of(record: Any) -> Json:
-    """Make a line of a record, without fields that are None."""
+    """Make a record's line, without fields that are None."""
     line = dataclasses.asdict(record)
     for name in reversed(_FLAT):
         line = line.pop(name, {}) | line
@@ -300,7 +294,7 @@ def record_of(kind: type[Record], line: Json) -> Record:
 
 
 def _take(kind: Any, line: Json) -> Any:
-    """Take a record's fields out of a line."""
+    """Make a record of its keys, which are removed from the line."""
     values: Json = {}
     for field in dataclasses.fields(kind):
         key = _KEYS.get(field.name, field.name)
@@ -321,9 +315,9 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
-    """Make a record of every complete line: a last one without a line break was cut off.
+    """Make a record of every line, except of a last one that was cut off.
 
-    Raises InputError for other than JSON objects, and for missing and unknown keys.
+    Raises InputError for a line that is no JSON object, or lacks keys or has unknown ones.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -337,7 +331,7 @@ def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
 
 
 def _append(path: Path, lines: Sequence[Json]) -> None:
-    """Append lines, in place of a last one that was cut off. The caller must hold the folder `alone`."""
+    """Append lines; a last one that was cut off is removed. The caller must hold the folder `alone`."""
     try:
         with path.open("a+b") as file:
             if file.tell():

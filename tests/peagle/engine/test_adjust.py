@@ -170,7 +170,7 @@ def test_log_probabilities_are_those_of_the_finished_answer(target: GptOss, k: i
     sampling = dataclasses.replace(HARD, temperature=1.1, seed=7)
     (tokens,), (logprobs,) = decode(engine_of(target, k), Request(PROMPTS[1], NEW, sampling, logprobs=4))
     assert [one.token_id for one in logprobs] == tokens
-    assert_same_logprobs(logprobs, output_logprobs(target, PROMPTS[1], tokens, 4))
+    assert_same_logprobs(logprobs, output_logprobs(target, PROMPTS[1], tokens, 4, 128))
 
 
 def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[Executor, np.ndarray]:

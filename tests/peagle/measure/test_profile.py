@@ -11,7 +11,7 @@ from peagle.engine.engine import Engine
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.measure.profile import Span, breakdown, parts_by_operation, profile, writable
+from peagle.measure.profile import IN_PROGRAM, Span, breakdown, make_directory, operation_parts_of, profile
 from peagle.ops.errors import InputError
 from tests.support.toys import decode, tiny_target
 
@@ -28,8 +28,8 @@ def test_instants_are_shared_by_what_runs_in_them() -> None:
     A gap outside of it is the host's; the time of other programs is left out.
     """
     steps = spans(
-        (0, 12, ""),  # the program, twice
-        (14, 20, ""),
+        (0, 12, IN_PROGRAM),  # the program, twice
+        (14, 20, IN_PROGRAM),
         (0, 2, "draft"),
         (1, 5, "verify"),
         (3, 5, "verify"),  # on another thread
@@ -54,7 +54,7 @@ def test_operations_find_the_innermost_part_they_are_named_by() -> None:
       %c = f32[2]{0} add(%a, %a), metadata={op_name="jit(_steps)/drafting/add"}
       %d = f32[2]{0} add(%a, %a)
     """
-    assert parts_by_operation(program) == {
+    assert operation_parts_of(program) == {
         "jit__steps_2/fusion.1": "draft",
         "jit__steps_2/b.2": "accept",
     }
@@ -70,7 +70,7 @@ def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParam
     requests = [Request((1, 2, 3), 20, sampling)]
     engine.warm_up(sampled=not sampling.greedy)
     (tokens,), (steps,) = decode(engine, requests)
-    parts = profile(engine, requests, writable(tmp_path / "new" / "trace"))
+    parts = profile(engine, requests, make_directory(tmp_path / "new" / "trace"))
     assert list((tmp_path / "new" / "trace").glob("**/*.xplane.pb"))
     assert parts.num_steps == len(steps)
     # which of them takes longer depends on the machine
@@ -105,4 +105,4 @@ def test_steps_whose_operations_a_gpu_launches_alone_are_others_and_give_the_sam
 def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be created"):
-        writable(tmp_path / "file" / "trace")
+        make_directory(tmp_path / "file" / "trace")

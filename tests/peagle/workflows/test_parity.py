@@ -27,12 +27,12 @@ from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import from_ids
-from peagle.workflows.parity import Reading, Text, accepted, causes, compare, replay
+from peagle.workflows.parity import DraftedText, Reading, accepted, causes, compare, replay
 from peagle.workflows.parity_check import (
+    DraftedTexts,
     Findings,
     ParityConfig,
-    Replies,
-    ask,
+    draft_texts,
     examine,
     readings,
     with_all_tokens,
@@ -54,9 +54,9 @@ def demo() -> Pair:
 
 
 @pytest.fixture(scope="module")
-def replies(demo: Pair) -> Replies:
+def drafted(demo: Pair) -> DraftedTexts:
     """The demo pair's answers to three prompts."""
-    return ask(demo, CONVERSATIONS[:3], SETTINGS, raw=False)
+    return draft_texts(demo, CONVERSATIONS[:3], SETTINGS, raw=False)
 
 
 def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -146,15 +146,15 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {  # (how it is pla
 }
 
 
-def findings_of(directory: Path, replies: Replies) -> Findings:
+def findings_of(directory: Path, drafted: DraftedTexts) -> Findings:
     """Examine a drafter along the demo pair's answers, with the layers that its config names."""
     pair = peagle.loading.load("demo", directory)
     layers = list(pair.target.aux_layer_ids)
     texts = tuple(
-        text.with_aux(hidden[:, layers].reshape(len(hidden), -1))
-        for text, hidden in zip(replies.texts, replies.hiddens, strict=True)
+        dataclasses.replace(text, aux_hidden=hidden[:, layers].reshape(len(hidden), -1))
+        for text, hidden in zip(drafted.texts, drafted.hiddens, strict=True)
     )
-    along = dataclasses.replace(replies, texts=texts)
+    along = dataclasses.replace(drafted, texts=texts)
     without_turns = [from_ids([1])]  # which have no other rendering
     drafter: Any = pair.drafter
     return examine(pair, drafter, read_checkpoint(directory), along, without_turns, SETTINGS, lambda *_: None)
@@ -163,11 +163,11 @@ def findings_of(directory: Path, replies: Replies) -> Findings:
 @pytest.mark.filterwarnings("ignore::peagle.ops.errors.InputWarning")  # of ids and maps that look wrong
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_checkpoint_that_says_something_else_than_it_was_trained_with_is_named(
-    replies: Replies, tmp_path: Path, fault: str
+    drafted: DraftedTexts, tmp_path: Path, fault: str
 ) -> None:
     plant, cause, cure = FAULTS[fault]
     plant(tmp_path / "drafter")
-    findings = findings_of(tmp_path / "drafter", replies)
+    findings = findings_of(tmp_path / "drafter", drafted)
     assert not findings.fine
     assert cause in findings.causes[0].name
     assert cure in findings.causes[0].cure
@@ -191,7 +191,7 @@ def test_a_vocabulary_that_lacks_what_the_target_says_is_named(
 
 def test_raw_prompts_are_named(demo: Pair) -> None:
     settings = dataclasses.replace(SETTINGS, raw=True)
-    raw = ask(demo, CONVERSATIONS, settings, raw=True)
+    raw = draft_texts(demo, CONVERSATIONS, settings, raw=True)
     drafter: Any = demo.drafter
     findings = examine(demo, drafter, read_checkpoint(DEMO_DRAFTER), raw, CONVERSATIONS, settings, lambda *_: None)
     assert findings.causes[0].name == "the prompts are raw"
@@ -201,9 +201,9 @@ def tried(directory: Path, length: int = 1, **options: Any) -> dict[str, Any]:
     """List the other readings of a drafter, by name, for a text of this length."""
     pair = peagle.loading.load("demo", directory, **options)
     hidden = np.zeros((1, 8, 192), np.float32)
-    replies = Replies((Text(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
+    drafted = DraftedTexts((DraftedText(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
     drafter: Any = pair.drafter
-    return {reading.name: reading for reading in readings(pair, drafter, read_checkpoint(directory), replies)}
+    return {reading.name: reading for reading in readings(pair, drafter, read_checkpoint(directory), drafted)}
 
 
 def test_windows_that_hide_something_are_tried() -> None:
@@ -220,7 +220,7 @@ def test_windows_that_hide_something_are_tried() -> None:
 
 def test_a_drafter_is_held_back_by_the_tokens_that_it_cannot_propose() -> None:
     """Counted as right until the first draft that is wrong for another reason."""
-    text = Text(np.array([1, 5, 9, 9, 6, 7], np.int32), np.zeros((6, 1)), (1, 3), ((4, 9, 6), (6, 8)), (0, 1))
+    text = DraftedText(np.array([1, 5, 9, 9, 6, 7], np.int32), np.zeros((6, 1)), (1, 3), ((4, 9, 6), (6, 8)), (0, 1))
     drafts = [np.array([[4, 9, 6], [6, 8, 0]])]
     reading = with_all_tokens([text], drafts, np.array([4, 6, 7, 8]), Coverage(0.5, 2.0, 3))
     assert reading.accepted.tolist() == [3, 1]
@@ -286,9 +286,9 @@ def test_an_engine_that_does_something_else_is_named(demo: Pair, fault: type[PEa
     healthy = demo.drafter
     assert isinstance(healthy, PEagle)
     pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config, retain_full_kv=True))
-    replies = ask(pair, CONVERSATIONS, ParityConfig(3, 48, 2), raw=False)
-    led, blind = ([replay(healthy, text, 3, blind=off).token_ids for text in replies.texts] for off in (False, True))
-    difference = compare(replies.texts, led, blind)
+    drafted = draft_texts(pair, CONVERSATIONS, ParityConfig(3, 48, 2), raw=False)
+    led, blind = ([replay(healthy, text, 3, blind=off).token_ids for text in drafted.texts] for off in (False, True))
+    difference = compare(drafted.texts, led, blind)
     assert difference is not None
     assert says in (difference.explanation or "")
     assert difference.frac > 0.05

@@ -361,12 +361,12 @@ def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
     table = np.array(toy.target.table, np.float64)
     logprobs = table - np.log(np.exp(table).sum(-1, keepdims=True))
     outputs = [int(i) for i in np.random.default_rng(1).integers(0, VOCAB_SIZE, 70)]  # several chunks
-    scores = output_logprobs(toy.target, [3, 50], outputs, 4)
+    scores = output_logprobs(toy.target, [3, 50], outputs, 4, MAX_POSITIONS)
     assert [token.token_id for token in scores] == outputs
     for before, token in zip([50, *outputs], scores, strict=False):
         assert token.logprob == pytest.approx(logprobs[before, token.token_id], abs=1e-4)
         assert [i for i, _ in token.best] == np.argsort(-logprobs[before])[:4].tolist()
-    assert output_logprobs(toy.target, [3, 50], outputs[:1], 0)[0].best == ()
+    assert output_logprobs(toy.target, [3, 50], outputs[:1], 0, MAX_POSITIONS)[0].best == ()
 
 
 def test_logprobs_of_a_greedy_run_name_the_emitted_token_first(toy: Pair) -> None:

@@ -13,7 +13,7 @@ from peagle.measure.sweep import charts
 from peagle.measure.sweep.calibration import Calibration, calibrations_of
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.page import run_blocks
-from peagle.measure.sweep.plan import in_order, parse_ks
+from peagle.measure.sweep.plan import k_order, parse_ks
 from tests.peagle.measure.sweep.runs import Lab, load_in_place, shared_pair
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -53,7 +53,7 @@ def test_points_are_shares_of_all_drafts_of_a_step() -> None:
 
 def test_auto_of_at_most_so_many_drafts_stands_beside_auto(lab: Lab) -> None:
     """In the order of the report: K, auto:N by N, auto. It counts acceptance, too, and a resumed run knows it."""
-    assert sorted(parse_ks("auto,auto:12,2,auto:3,1"), key=in_order) == [1, 2, "auto:3", "auto:12", "auto"]
+    assert sorted(parse_ks("auto,auto:12,2,auto:3,1"), key=k_order) == [1, 2, "auto:3", "auto:12", "auto"]
     lab.sweep("-k 1,auto:3 --num-prompts 2 -n 24")
     by_k = {row["k"]: row for row in lab.folder.record["rows"]}
     assert list(by_k) == [0, 1, "auto:3"]

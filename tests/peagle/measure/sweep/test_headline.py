@@ -136,7 +136,7 @@ LOOPS = {"looping_frac": 0.25, "without_loops": WithoutLoops(6, None, Estimate(0
         (
             {3: {"speedup": SURE, **LOOPS}},
             "Outputs that loop",
-            "25 % of the outputs loop, which are easy to draft; without them K = 3 gives 0.98x",
+            "25 % of the outputs loop, and loops are easy to draft; without them K = 3 gives 0.98x",
         ),
         ({1: {"equal_to_plain_frac": 15 / 16}, 3: {"speedup": SURE}}, "Outputs that differ", "K = 1 in 1 of 16"),
         ({3: {"speedup": SURE}}, "A larger K", "K = 3 is the largest K measured"),
@@ -207,7 +207,7 @@ def test_workloads_have_their_names_and_raw_text_is_told_if_nothing_else_was_mea
 def test_the_commands_are_commands(folder: Folder, speedup: Estimate, plan: Changes, expected: str) -> None:
     changed = with_plan(folder, **plan)
     (verdict,) = verdicts(changed, measured(changed, {1: {"speedup": SLOWER}, 3: {"speedup": speedup}}))
-    lines = commands(changed.plan, verdict, alone=True)
+    lines = commands(changed.plan, verdict, for_workload=True)
     assert lines[0].startswith(f"peagle {expected}")
     for line in lines:
         _, *arguments = shlex.split(line)

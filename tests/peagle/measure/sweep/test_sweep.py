@@ -299,7 +299,7 @@ def test_a_refusal_loses_no_decoded_answer(lab: Lab) -> None:
     prompt_file(lab.root, {"turns": ["a", "b"]}, {"prompt": "f" * 400})
     errors = lab.sweep("--render chat --max-prompt-tokens 300 --too-long error", code=2)
     assert "expected at most 300" in errors
-    assert [len(conversation.requests) for conversation in lab.folder.begun()] == [2]
+    assert [len(conversation.requests) for conversation in lab.folder.conversations()] == [2]
 
 
 def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anything_is_decoded(lab: Lab) -> None:
@@ -382,7 +382,7 @@ REFUSED = [
     ("-k 1,100000 --dry-run", "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
     ("--temperature hot", "--temperature is 'hot'; expected numbers separated by commas"),
     ("--temperature -1", "expected finite numbers"),
-    ("--buckets 5,3", "tokens that rise"),
+    ("--buckets 5,3", "ascending numbers of tokens"),
     ("--repeats 0", "--repeats is 0"),
     ("--strict", "--strict"),
     ("--prompts absent.jsonl", "cannot be read"),

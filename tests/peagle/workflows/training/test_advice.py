@@ -10,7 +10,7 @@ import pytest
 
 from peagle.cli.run_train import describe_log_line
 from peagle.workflows.training import Deadline, planned_steps
-from peagle.workflows.training_advice import parted_curves, weak_drafter
+from peagle.workflows.training_advice import memorised_data, weak_drafter
 
 
 def logged(step: int, right: float, loss: float = 3.0, epochs: float = 1.0) -> dict[str, Any]:
@@ -78,7 +78,7 @@ PARTED = [
 
 @pytest.mark.parametrize(("log", "says"), PARTED)
 def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
-    warning = parted_curves(log)
+    warning = memorised_data(log)
     assert warning is None if says is None else says in (warning or "")
 
 

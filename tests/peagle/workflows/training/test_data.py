@@ -13,7 +13,7 @@ from peagle.config import SamplingParams
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, chat_messages, from_ids
 from peagle.text.tokenizer import detokenize
-from peagle.workflows.answers import Asking, answer
+from peagle.workflows.answers import AnswerOptions, answer
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
 from tests.peagle.workflows.training.conftest import PROMPTS, Lab
 from tests.support.pairs import STOP, VOCAB_SIZE, press_ctrl_c_at
@@ -32,16 +32,16 @@ def test_answers_are_counted_when_they_end_not_when_all_have_ended(pair: Pair) -
     class Stop(Exception):
         pass
 
-    def stop(_: int) -> None:
+    def stop() -> None:
         raise Stop
 
     conversations = [from_ids(ids) for ids in PROMPTS[:2]]
-    asking = Asking(Rendering(), SamplingParams(), max_new_tokens=8, context=64, slots=1)
+    options = AnswerOptions(Rendering(), SamplingParams(), max_new_tokens=8, context=64, slots=1)
     with pytest.raises(Stop):  # before the first answer is there
-        next(answer(pair, conversations, asking, 0, pytest.fail, stop))
-    counts: list[int] = []
-    assert len(list(answer(pair, conversations, asking, 0, pytest.fail, counts.append))) == 2
-    assert counts == [1, 1]
+        next(answer(pair, conversations, options, 0, pytest.fail, stop))
+    ended: list[bool] = []
+    assert len(list(answer(pair, conversations, options, 0, pytest.fail, lambda: ended.append(True)))) == 2
+    assert len(ended) == 2
 
 
 def test_data_go_on_where_they_were_cut_off_and_are_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

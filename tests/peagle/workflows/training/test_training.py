@@ -30,7 +30,7 @@ from peagle.engine.speculation import speculation_file
 from peagle.ops.errors import InputWarning
 from peagle.pair import Pair
 from peagle.result import decode
-from peagle.workflows.new_drafter import given_params
+from peagle.workflows.new_drafter import init_params_of
 from target.load import load_target
 from tests.peagle.workflows.training.conftest import PROMPTS, Lab, train, write_prompts
 from tests.support.drafters import random_params
@@ -223,7 +223,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(lab: L
     del weights["embed_tokens.weight"], weights["lm_head.weight"]
     save_file(weights, directory / "model.safetensors")
     target = load_target(lab.target)
-    params = given_params(str(directory), target)
+    params = init_params_of(str(directory), target)
     for one, other in ((params.embedding, target.params.embedding), (params.lm_head, target.params.lm_head)):
         assert isinstance(one, jax.Array)
         np.testing.assert_array_equal(one, other)
@@ -242,7 +242,7 @@ REFUSED = [
     ("--mask-token 400", "mask token 400 lies outside"),
     ("--taps 0,1,9", "--taps names the output of layer 9; expected 0..2"),
     ("--taps 0,1,1", "--taps is 0,1,1; expected each layer once"),
-    ("--aux-layer-ids 0,1,2", "--aux-layer-ids says what --init reads, and there is none"),
+    ("--aux-layer-ids 0,1,2", "--aux-layer-ids needs --init"),
     ("--autoregressive --mask-token 4", "an EAGLE-3 drafter has no mask slots"),
     ("--drafter medusa", "--drafter is 'medusa'; expected"),
     ("--drafter dflash --autoregressive", "--autoregressive means an EAGLE-3 drafter, and --drafter is"),
@@ -260,8 +260,8 @@ REFUSED = [
     ("--drafter-window wide", "--drafter-window is 'wide'; expected"),
     (f"--drafter-window {9**9}", f"the target has {MAX_POSITIONS} positions, so it would hide nothing"),
     ("--drafter-window 8 --parts 3", "--parts is 3, and does not divide the 32 tokens of --width"),
-    ("--mix 32", "--mix is '32'; expected lengths that rise"),
-    ("--mix 32:2,8:1", "--mix is '32:2,8:1'; expected lengths that rise"),
+    ("--mix 32", "--mix is '32'; expected ascending lengths"),
+    ("--mix 32:2,8:1", "--mix is '32:2,8:1'; expected ascending lengths"),
     ("--mix 20:2,32:1", "--rows is 2; expected a multiple of 3, the sum of the shares of --mix"),
     ("--mix 1:1,32:1", "no document of 1 to 1 tokens is there to train on: the longest has 26"),
     ("--mix 64:1", "--mix names documents of 64 tokens; expected at most --width, 32"),
@@ -594,7 +594,7 @@ def test_export_takes_the_target_from_the_training(lab: Lab, trained: Path) -> N
     record = recipe_of(trained)
     record["command"]["target"] = "gone/with/the/wind"
     (lab.out / RECIPE).write_text(json.dumps(record))
-    says = "needs --verifier, the target: it loads no drafter without, and gone/with/the/wind, the training's, is"
+    says = "needs --verifier, the name or folder of the target: gone/with/the/wind, the training's, is"
     assert says in lab.run(2, command, again)
     lab.run(0, command, again, "--verifier some/target")
 

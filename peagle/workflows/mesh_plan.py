@@ -1,6 +1,6 @@
-"""Plan a target over a mesh of devices, on paper: bytes by kind, padding, pages, and a bound on its speed.
+"""Plan a target over a mesh of devices without loading it: bytes by kind, padding, pages, and a bound on its speed.
 
-Weights are counted as checkpoints store them: bfloat16, and experts in MXFP4 if they are.
+Weights count as in the checkpoint: in bfloat16, and experts in MXFP4 if it stores them so.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from target.model import cache_groups
 from target.shard import Leaf, Part, Place
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-KINDS = {  # leaf -> the kind it is shown as
+KINDS = {  # the displayed kind of a leaf
     **dict.fromkeys(("gate and up", "gate and up, MXFP4", "gate and up bias"), "experts"),
     **dict.fromkeys(("down", "down, MXFP4", "down bias"), "experts"),
     **dict.fromkeys(("queries", "keys and values", "qkv", "output projection", "output bias", "sinks"), "attention"),
@@ -36,33 +36,32 @@ KINDS = {  # leaf -> the kind it is shown as
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device's data sheet; latency_s, of a small collective among neighbours, is assumed."""
+    """A device's data sheet."""
 
     name: str
     memory_bytes: float
     bytes_per_s: float  # of its memory
-    flop_per_s: float  # of bfloat16 products, dense
     link_bytes_per_s: float  # to the other devices, one way
-    latency_s: float
+    latency_s: float  # of a small collective among neighbours; assumed
 
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("H100", 80e9, 3.35e12, 989e12, 450e9, 8e-6),
-        Device("H200", 141e9, 4.8e12, 989e12, 450e9, 8e-6),
-        Device("B200", 180e9, 8e12, 2.25e15, 900e9, 8e-6),
+        Device("H100", 80e9, 3.35e12, 450e9, 8e-6),
+        Device("H200", 141e9, 4.8e12, 450e9, 8e-6),
+        Device("B200", 180e9, 8e12, 900e9, 8e-6),
     )
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class RankBytes:
-    """The weights of one rank."""
+    """The weights of a rank, in bytes."""
 
-    kinds: dict[str, int]  # kind -> bytes, padding included
-    padding: int  # bytes of zeros: of parts that do not divide, and of biases that another rank adds
-    replicated: int  # bytes that every rank holds, kv heads that several need included
+    kinds: dict[str, int]  # by kind, with padding
+    padding: int  # zeros: in parts that do not divide evenly, and in place of biases that another rank adds
+    replicated: int  # held by all ranks, or kv heads that several ranks hold
 
     @property
     def total(self) -> int:
@@ -70,8 +69,8 @@ class RankBytes:
 
 
 def rank_bytes(config: TargetConfig, mxfp4: bool, shape: MeshShape) -> list[RankBytes]:
-    """Count the ranks' weights. Raises InputError for a mesh that does not divide the model."""
-    leaves = Counter(tensor_leaves(config, mxfp4).values())  # most layers have equal ones
+    """Count the weights of each rank. Raises InputError for a mesh that does not divide the model."""
+    leaves = Counter(tensor_leaves(config, mxfp4).values())  # counted, since most layers have equal ones
     return [_of_rank(Part(config, Place(rank, shape.tp, shape.ep), mxfp4), leaves) for rank in range(shape.ranks)]
 
 
@@ -90,9 +89,9 @@ def _of_rank(part: Part, leaves: Mapping[tuple[Leaf, tuple[int, ...]], int]) -> 
 
 
 def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positions: int, num_drafts: int) -> int:
-    """Count the bytes of a rank's pages in bfloat16 that an engine of this shape reserves.
+    """Count the bytes of the bfloat16 pages that an engine reserves on a rank.
 
-    More than MOST_RESERVED positions of a slot are not reserved, but for one request.
+    It reserves up to MOST_RESERVED positions of each slot, and all positions for one request.
     """
     part = Part(config, Place(0, shape.tp, shape.ep), False)
     engine = ResolvedConfig(num_drafts, slots, positions, GPU_CHUNK)
@@ -103,7 +102,7 @@ def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positio
 def target_pages(
     config: TargetConfig, dtype: DTypeLike, retain_full_kv: bool = False
 ) -> tuple[tuple[CacheGroup, ...], tuple[int, ...]]:
-    """Return (a target's cache groups, the bytes of a page of each)."""
+    """Return (a target's cache groups, the bytes of each group's page)."""
     groups = cache_groups(config, retain_full_kv)
 
     def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
@@ -113,9 +112,9 @@ def target_pages(
 
 
 def pass_s(config: TargetConfig, mxfp4: bool, shape: MeshShape, device: Device, rows: int) -> tuple[float, float]:
-    """Bound the seconds of a pass at a short context: (reading weights, collectives).
+    """Return a pass's least seconds at a short context: (reading weights, collectives).
 
-    Weights: those of the rank that reads most, at its memory's bandwidth. Rows select experts evenly.
+    The rank with the most weights reads them at its memory's bandwidth. Rows select experts evenly.
     """
     of_rank = max(rank_bytes(config, mxfp4, shape), key=lambda rank: rank.total).kinds
     selected = 1 - (1 - config.top_k / config.num_experts) ** rows
@@ -130,7 +129,7 @@ def pass_s(config: TargetConfig, mxfp4: bool, shape: MeshShape, device: Device, 
 
 
 def device_named(name: str) -> Device:
-    """Look a device up. Raises InputError for an unknown one."""
+    """Return the device of a name. Raises InputError for an unknown one."""
     if name.upper() not in DEVICES:
         raise InputError(f"the device is {name!r}; expected {', '.join(DEVICES)}", "device")
     return DEVICES[name.upper()]
