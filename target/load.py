@@ -20,8 +20,8 @@ from peagle.ops.expert_matmul import (
     NativeExperts,
     PackedExperts,
     TiledExperts,
-    alternate,
-    tile,
+    tiled_experts,
+    to_panels,
 )
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix
@@ -335,7 +335,7 @@ class _Reader:
         packed = PackedExperts(*parts)
         if self.implementation == "xla" or self.part.place.ranks > 1:
             return packed
-        return tile(packed, self.part.config.top_k)
+        return tiled_experts(packed, self.part.config.top_k)
 
     def _dense(self, names: Mapping[str, str], layout: Layout) -> Experts:
         """Read a layer's experts in the dtype, gates and ups apart."""
@@ -359,9 +359,9 @@ class _Reader:
 
     def _native(self, names: Mapping[str, str], layout: Layout) -> NativeExperts:
         hidden, width = self.part.config.hidden_size, self.part.config.expert_width
-        gate_up_bias = alternate(self._floats(names["gate_up_bias"]).astype(np.float32))
+        gate_up_bias = to_panels(self._floats(names["gate_up_bias"]).astype(np.float32))
         return NativeExperts(
-            gate_up=self._pack(names["gate_up"], layout, (hidden, gate_up_bias.shape[1]), alternate),
+            gate_up=self._pack(names["gate_up"], layout, (hidden, gate_up_bias.shape[1]), to_panels),
             gate_up_bias=to_device(gate_up_bias),
             down=self._pack(names["down"], layout, (width, hidden), lambda rows: rows),
             down_bias=to_device(self._floats(names["down_bias"]).astype(np.float32)),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from peagle.ops.expert_matmul import PackedExperts, tile
+from peagle.ops.expert_matmul import PackedExperts, tiled_experts
 from peagle.ops.mxfp4 import BLOCK
 from target.config import TargetConfig
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
@@ -47,7 +47,7 @@ def random_bytes(config: TargetConfig, dtype: DTypeLike = jnp.bfloat16) -> int:
 def _arranged(layer: LayerParams, config: TargetConfig) -> LayerParams:
     packed = layer.moe.experts
     assert isinstance(packed, PackedExperts)
-    experts = tile(packed, config.top_k)
+    experts = tiled_experts(packed, config.top_k)
     return layer.replace(moe=layer.moe.replace(experts=experts))  # type: ignore[attr-defined]
 
 
