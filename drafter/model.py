@@ -20,26 +20,13 @@ from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, LayerParams
-from peagle.ops.attention import (
-    CacheGroup,
-    PagedCache,
-    attention,
-    group_layers,
-    paged_attention,
-    rows_by_layer,
-    split_heads,
-)
+from peagle.ops.attention import Attend, CacheGroup, PagedCache, after_rope, attend_paged, attention, group_layers
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
 from peagle.ops.messages import Choose, Chosen, DrafterInput, likeliest_of
 from peagle.ops.norm import Norm, rms_norm
 from peagle.ops.rope import rope_tables
-
-# (layer, query, key, value) -> attention output [B, T, N, H]
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-# (layer, qkv [B, T, (N + 2G) H], cos, sin) -> attention output [B, T, N H]
-AttendProjected = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @flax.struct.dataclass
@@ -81,7 +68,9 @@ def forward(
     token_ids = jnp.where(masked, mask_token_of(config), token_ids)
     slots = mask_slots(params, config)[jnp.clip(depth - 1, 0, config.num_mask_hiddens - 1)]
     hidden = jnp.where(masked[:, :, None], slots, project_aux(params, config, aux_hidden.astype(params.dtype)))
-    x = run_layers(params, config, token_ids, hidden, anchor + depth, after_rope(config, attend))
+    x = run_layers(
+        params, config, token_ids, hidden, anchor + depth, after_rope(attend, config.num_heads, config.num_kv_heads)
+    )
     return head(params, config, x)
 
 
@@ -91,11 +80,8 @@ def cache_groups(config: DrafterConfig, retain_full_kv: bool = False) -> tuple[C
     The row at position p has index p + 1, because it holds token p + 1: so the content of a page depends only on its
     own tokens and on those before it. Index 0 stays empty.
     """
-    return group_layers([None] * config.num_layers if retain_full_kv else windows_of(config), offset=1)
-
-
-def windows_of(config: DrafterConfig) -> list[int | None]:
-    return [config.window(layer) for layer in range(config.num_layers)]
+    windows = [None if retain_full_kv else config.window(layer) for layer in range(config.num_layers)]
+    return group_layers(windows, offset=1)
 
 
 def absorb(
@@ -276,21 +262,11 @@ def attend_to(
     groups: Sequence[CacheGroup],
     positions: Int[Array, "B T"],
     until: Int[Array, "B T"] | None = None,
-) -> tuple[AttendProjected, Callable[[], PagedCache]]:
-    """Make the attention of one pass over a cache, called once per layer in order.
-
-    until: as in `rows_by_layer`. Returns (the attention, which writes its rows first; a function that returns the cache
-    afterwards).
-    """
-    pages, rows = list(cache.pages), rows_by_layer(groups, windows_of(config), cache, positions, until=until)
-
-    def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        out, pages[layer] = paged_attention(
-            qkv, cos, sin, pages[layer], rows[layer], config.num_heads, implementation=params.implementation
-        )
-        return out
-
-    return attend, lambda: PagedCache(tuple(pages), cache.tables)
+) -> tuple[Attend, Callable[[], PagedCache]]:
+    """Call `attend_paged` for a drafter's layers."""
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    implementation = params.implementation
+    return attend_paged(cache, groups, windows, positions, config.num_heads, until=until, implementation=implementation)
 
 
 def _slot_hidden(params: DrafterParams, config: DrafterConfig, drafter_input: DrafterInput, rows: Rows) -> jax.Array:
@@ -326,23 +302,13 @@ def project_aux(
     return linear(aux_hidden, params.fc, positions=positions, implementation=params.implementation)
 
 
-def after_rope(config: DrafterConfig, attend: Attend) -> AttendProjected:
-    """Wrap `attend` to take the qkv projection: split it into heads and apply RoPE first."""
-
-    def projected(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
-        return attend(layer, query, key, value).reshape(*qkv.shape[:2], -1)
-
-    return projected
-
-
 def run_layers(
     params: DrafterParams,
     config: DrafterConfig,
     token_ids: jax.Array,
     hidden: jax.Array,
     positions: jax.Array,
-    attend: AttendProjected,
+    attend: Attend,
     output_rows: Int[Array, "B K"] | None = None,
 ) -> jax.Array:
     """Return the residual stream after the last layer [B, T, D], from each row's token and fc output.

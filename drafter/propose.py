@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from drafter import dflash, model
 from drafter.config import DrafterConfig, Kind
 from drafter.params import DrafterParams
-from peagle.ops.attention import MASKED, CacheGroup, PagedCache, Pages, init_pool, own_tables
+from peagle.ops.attention import MASKED, CacheGroup, PagedCache, Pages, init_pools, own_tables
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 
 
@@ -54,7 +54,7 @@ class _Cached:
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
         """Make the empty pools of all layers. num_pages: of each group."""
         config = self.config
-        return init_pool(self.cache_groups, num_pages, config.num_kv_heads, config.head_dim, self.params.dtype)
+        return init_pools(self.cache_groups, num_pages, config.num_kv_heads, config.head_dim, self.params.dtype)
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches with their own pages, for `capacity` positions of the target and a pass of rows."""

@@ -4,23 +4,21 @@ Equals `peagle.ops.attention` under the mask of `target.model.forward`. Several 
 stay in cache and fully masked blocks are skipped.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from peagle.ops.attention import MASKED, AttendHeads
 from target.config import TargetConfig
-from target.model import Attend
-from target.params import AttentionParams
+from target.params import TargetParams
 
 BLOCK = 128
-MASKED = -1e30
 
 
-def attend_packed(config: TargetConfig, segment_ids: Int[Array, "B T"]) -> Attend:
-    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return packed_attention(query, key, value, segment_ids, p.sinks, config.window(layer))
+def attend_packed(params: TargetParams, config: TargetConfig, segment_ids: Int[Array, "B T"]) -> AttendHeads:
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        sinks = params.layers[layer].attention.sinks
+        return packed_attention(query, key, value, segment_ids, sinks, config.window(layer))
 
     return attend
 

@@ -27,7 +27,7 @@ class Teacher:
             self.config,
             token_ids,
             positions,
-            attend=attend_packed(self.config, segment_ids),
+            attend=attend_packed(self.params, self.config, segment_ids),
             aux_layer_ids=self.aux_layer_ids,
         )
         logits, aux_hidden = jax.lax.stop_gradient(output)

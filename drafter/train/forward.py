@@ -28,7 +28,7 @@ from drafter import dflash, model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.blocks import in_blocks
-from peagle.ops.attention import MASKED, split_heads
+from peagle.ops.attention import MASKED, after_rope, split_heads
 from peagle.ops.linear import embed, linear
 from peagle.ops.norm import rms_norm
 from peagle.ops.rope import rope_tables
@@ -146,7 +146,7 @@ def _at_once(
     ]
     masks = jnp.full((batch, sum(counts)), model.mask_token_of(config), jnp.int32)
     tokens = jnp.concatenate([token_ids[:, :width], masks], axis=1)
-    projected = model.after_rope(config, attend)
+    projected = after_rope(attend, config.num_heads, config.num_kv_heads)
     return model.run_layers(params, config, tokens, jnp.concatenate(hidden, axis=1), positions, projected)
 
 
@@ -175,7 +175,7 @@ def _in_turn(
         return _attention(query, keys, values, anchor[:, here], segment_ids, own, config.window(layer))
 
     here = slice(0, width)
-    projected = model.after_rope(config, attend)
+    projected = after_rope(attend, config.num_heads, config.num_kv_heads)
     hidden = model.project_aux(params, config, aux_hidden)
     outputs = [model.run_layers(params, config, token_ids[:, :width], hidden, positions[:, here], projected)]
     for depth, here in enumerate(_depths(width, counts), 1):

@@ -22,7 +22,7 @@ from peagle.engine.resolved import ResolvedConfig, shared_slots
 from peagle.engine.speculation import SPECULATION_FILE
 from peagle.fit import chosen_window, describe_aux_layers, doubtful_aux_layers, fitting_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
-from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pool
+from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
 from peagle.ops.kernels import for_weights
@@ -319,7 +319,7 @@ def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple
     groups = drafter_groups(config)
 
     def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
-        return init_pool(groups, num_pages, config.num_kv_heads, config.head_dim, INT8)
+        return init_pools(groups, num_pages, config.num_kv_heads, config.head_dim, INT8)
 
     return groups, page_bytes(groups, init_pages)
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from peagle.config import GPU_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.attention import CacheGroup, Pages, init_pool
+from peagle.ops.attention import CacheGroup, Pages, init_pools
 from peagle.ops.errors import InputError
 from peagle.parallel import MeshShape
 from target.config import TargetConfig
@@ -107,7 +107,7 @@ def target_pages(
     groups = cache_groups(config, retain_full_kv)
 
     def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
-        return init_pool(groups, num_pages, config.num_kv_heads, config.head_dim, dtype)
+        return init_pools(groups, num_pages, config.num_kv_heads, config.head_dim, dtype)
 
     return groups, page_bytes(groups, init_pages)
 

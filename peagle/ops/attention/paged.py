@@ -11,7 +11,7 @@ shorter than a sequence, its pages repeat (index modulo), as for a window that p
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import flax.struct
@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle.ops import native
-from peagle.ops.attention import cuda
-from peagle.ops.attention.reference import online_attention, split_heads
-from peagle.ops.cuda import calls, not_taken
+from peagle.ops import cuda, native
+from peagle.ops.attention.reference import Attend, online_attention, split_heads
+from peagle.ops.cuda import calls
 from peagle.ops.kernels import Implementation
 
 PAGE_SIZE = 64  # positions
@@ -87,7 +86,7 @@ def group_layers(windows: Sequence[int | None], offset: int = 0) -> tuple[CacheG
     )
 
 
-def init_pool(
+def init_pools(
     groups: Sequence[CacheGroup],
     num_pages: Sequence[int],
     kv_heads: int,
@@ -203,13 +202,49 @@ def paged_attention(
     on_xla = functools.partial(_on_xla, num_heads=num_heads)
     if implementation == "xla":
         return on_xla(*operands)
-    if cuda.takes(qkv, pages.key):
+    if _cuda_takes(qkv, pages.key):
         if implementation == "cuda":
             return _on_cuda(*operands)
         return jax.lax.platform_dependent(*operands, cuda=_on_cuda, default=on_xla)
     if implementation == "cuda":
-        raise not_taken(f"bfloat16, heads of {calls.HEAD_DIM} and pages of {calls.PAGE}")
+        raise cuda.not_taken(f"bfloat16, heads of {calls.HEAD_DIM} and pages of {calls.PAGE}")
     return on_xla(*operands)
+
+
+def _cuda_takes(qkv: jax.Array, key: jax.Array) -> bool:
+    """Check that the CUDA kernels run here and take such rows and pages [P, S, G, H]."""
+    if not cuda.available():
+        return False
+    return key.shape[1] == calls.PAGE and key.shape[3] == calls.HEAD_DIM and qkv.dtype == key.dtype == jnp.bfloat16
+
+
+def attend_paged(
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
+    windows: Sequence[int | None],
+    positions: Int[Array, "B T"],
+    num_heads: int,
+    *,
+    sinks: Sequence[jax.Array] | None = None,
+    writes: Bool[Array, "B T"] | None = None,
+    until: Int[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Attend, Callable[[], PagedCache]]:
+    """Make the attention of one pass over a cache; it is called once per layer, in order.
+
+    sinks: by layer. The other arguments are those of `rows_by_layer`. Returns (the attention, which first writes its
+    rows; a function that returns the cache with the rows that were written).
+    """
+    pages, rows = list(cache.pages), rows_by_layer(groups, windows, cache, positions, writes, until)
+
+    def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        own_sinks = None if sinks is None else sinks[layer]
+        out, pages[layer] = paged_attention(
+            qkv, cos, sin, pages[layer], rows[layer], num_heads, own_sinks, implementation=implementation
+        )
+        return out
+
+    return attend, lambda: PagedCache(tuple(pages), cache.tables)
 
 
 def write_pages(
