@@ -202,11 +202,7 @@ class GptOss:
         rows: PagedRows,
         size: int,
     ) -> tuple[jax.Array, Pages]:
-        p, num_heads, implementation = (
-            self.params.layers[index].attention,
-            self.config.num_heads,
-            self.params.implementation,
-        )
+        sinks, num_heads = self.params.layers[index].attention.sinks, self.config.num_heads
 
         def one(block: jax.Array, carry: tuple[jax.Array, Pages]) -> tuple[jax.Array, Pages]:
             x, pages = carry
