@@ -183,7 +183,7 @@ def load_over(
     """
     from target.load import LoadedTarget, chosen_experts, inspect_target, load_target
     from target.model import GptOss
-    from target.shard import Place, check_ranks
+    from target.shard import Rank, check_ranks
 
     config = inspect_target(directory).config
     check_ranks(config, shape.tp, shape.ep)
@@ -204,7 +204,7 @@ def load_over(
                     read[rank] = done / total
                     progress(round(sum(read.values()) * total), len(mesh.local_devices) * total)
 
-        part = load_target(directory, place=Place(rank, shape.tp, shape.ep), progress=watch, **options)
+        part = load_target(directory, rank=Rank(rank, shape.tp, shape.ep), progress=watch, **options)
         loaded.append({name: value for name, value in vars(part).items() if name != "params"})
         return GptOss(part.params, part.config, tuple(aux_layer_ids), retain_full_kv, ranks_of(shape, in_order))
 
@@ -270,14 +270,14 @@ def _refuse_too_large(
     from drafter.load import weight_bytes as drafter_bytes
     from target.load import inspect_target
     from target.load import weight_bytes as target_bytes
-    from target.shard import Place
+    from target.shard import Rank
 
     ranks = range(shape.ranks // jax.process_count() if jax.default_backend() == "cpu" else 1)
     replicas = shape.dp if jax.default_backend() == "cpu" else 1
 
     def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
         options: Any = {"dtype": jnp.dtype(dtype), "experts": experts, "implementation": implementation}
-        parts = (target_bytes(target_directory, **options, place=Place(rank, shape.tp, shape.ep)) for rank in ranks)
+        parts = (target_bytes(target_directory, **options, rank=Rank(rank, shape.tp, shape.ep)) for rank in ranks)
         sizes = {"the target": replicas * sum(parts)}
         if drafter_directory is not None:
             size = drafter_bytes(drafter_directory, jnp.dtype(dtype), implementation=implementation)

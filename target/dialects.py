@@ -20,7 +20,7 @@ from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import parse_rope, render_rope
 from peagle.ops.settings import Key, brief, mapping, naming, number, read_keys, refuse_others, render_keys, whole
 from target.config import FULL, SLIDING, SWIGLU_ALPHA, TargetConfig
-from target.shard import LEAVES, Leaf
+from target.shard import TENSOR_KINDS, TensorKind
 
 ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
 DEFAULT_THETA = 150000.0
@@ -129,7 +129,7 @@ ORIGINAL = Dialect(
 )
 
 
-class Recognised(NamedTuple):
+class TargetCheckpoint(NamedTuple):
     """A checkpoint with all its tensors: config, layout, quantisation."""
 
     checkpoint: Checkpoint
@@ -138,11 +138,11 @@ class Recognised(NamedTuple):
     mxfp4: bool  # whether its experts are MXFP4
 
     @property
-    def leaves(self) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
-        return tensor_leaves(self.config, self.mxfp4, self.dialect)
+    def tensors(self) -> dict[str, tuple[TensorKind, tuple[int, ...]]]:
+        return tensor_kinds(self.config, self.mxfp4, self.dialect)
 
 
-def recognise(directory: Path) -> Recognised:
+def open_target(directory: Path) -> TargetCheckpoint:
     """Open a checkpoint, read its config.json and check its tensors' names and shapes.
 
     Raises InputError for a config.json that is not GPT-OSS's, and naming tensors that are missing, surplus or wrongly
@@ -166,8 +166,8 @@ def recognise(directory: Path) -> Recognised:
             "openai/gpt-oss, such as with the tool's own export to Hugging Face"
         )
     mxfp4 = any(name.endswith(dialect.scales) for name in checkpoint.names)
-    files = Recognised(checkpoint, dialect, config, mxfp4)
-    checkpoint.expect({name: shape for name, (_, shape) in files.leaves.items()})
+    files = TargetCheckpoint(checkpoint, dialect, config, mxfp4)
+    checkpoint.expect({name: shape for name, (_, shape) in files.tensors.items()})
     return files
 
 
@@ -217,9 +217,9 @@ def render_config(config: TargetConfig, mxfp4: bool = False) -> dict[str, Any]:
     }
 
 
-def tensor_leaves(
+def tensor_kinds(
     config: TargetConfig, mxfp4: bool, dialect: Dialect = TRANSFORMERS
-) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
+) -> dict[str, tuple[TensorKind, tuple[int, ...]]]:
     """List every tensor of a checkpoint, by layer, with its kind (how it is cut over ranks) and its shape.
 
     Raises InputError for widths that MXFP4 cannot hold.
@@ -229,7 +229,9 @@ def tensor_leaves(
     qkv = [("queries", width), ("keys and values", kv_width), ("keys and values", kv_width)]
     if len(dialect.qkv) == 1:
         qkv = [("qkv", width + 2 * kv_width)]
-    leaves: dict[str, tuple[str, tuple[int, ...]]] = {dialect.names["embedding"]: ("embedding", (c.vocab_size, hidden))}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        dialect.names["embedding"]: ("embedding", (c.vocab_size, hidden))
+    }
 
     def matrices(kind: str, name: str, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         if not mxfp4:
@@ -242,10 +244,10 @@ def tensor_leaves(
     for layer in range(c.num_layers):
         own = dialect.of_layer(layer)
         names = own.names
-        leaves[names["attention_norm"]] = ("norms", (hidden,))
+        tensors[names["attention_norm"]] = ("norms", (hidden,))
         for module, (kind, outputs) in zip(own.qkv, qkv, strict=True):
-            leaves |= {f"{module}.weight": (kind, (outputs, hidden)), f"{module}.bias": (kind, (outputs,))}
-        leaves |= {
+            tensors |= {f"{module}.weight": (kind, (outputs, hidden)), f"{module}.bias": (kind, (outputs,))}
+        tensors |= {
             f"{names['out']}.weight": ("output projection", (hidden, width)),
             f"{names['out']}.bias": ("output bias", (hidden,)),
             names["sinks"]: ("sinks", (c.num_heads,)),
@@ -257,13 +259,13 @@ def tensor_leaves(
             **matrices("down", names["down"], hidden, c.expert_width),
             names["down_bias"]: ("down bias", (experts, hidden)),
         }
-    leaves |= {dialect.names["norm"]: ("norms", (hidden,)), dialect.names["lm_head"]: ("head", (c.vocab_size, hidden))}
-    return {name: (LEAVES[kind], shape) for name, (kind, shape) in leaves.items()}
+    tensors |= {dialect.names["norm"]: ("norms", (hidden,)), dialect.names["lm_head"]: ("head", (c.vocab_size, hidden))}
+    return {name: (TENSOR_KINDS[kind], shape) for name, (kind, shape) in tensors.items()}
 
 
 def tensor_shapes(config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...]]:
     """List every tensor of a transformers checkpoint of this geometry with its shape, by layer."""
-    return {name: shape for name, (_, shape) in tensor_leaves(config, mxfp4).items()}
+    return {name: shape for name, (_, shape) in tensor_kinds(config, mxfp4).items()}
 
 
 def stop_tokens(checkpoint: Checkpoint, vocab_size: int) -> tuple[tuple[int, ...], str | None]:

@@ -29,9 +29,17 @@ from peagle.ops.linear.packed import BFLOAT16, pack_floats, pack_mxfp4
 from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig
-from target.dialects import TRANSFORMERS, Dialect, Recognised, recognise, render_config, stop_tokens, tensor_shapes
+from target.dialects import (
+    TRANSFORMERS,
+    Dialect,
+    TargetCheckpoint,
+    open_target,
+    render_config,
+    stop_tokens,
+    tensor_shapes,
+)
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
-from target.shard import Leaf, Part, Place
+from target.shard import ModelShard, Rank, TensorKind
 
 # Up to this many experts per selected one, dense experts are concatenated in two matrices (FusedExperts). Computing the
 # unselected ones costs that factor in multiplications and saves every gather: at 8 experts top-4 the plain matmuls win
@@ -39,7 +47,7 @@ from target.shard import Leaf, Part, Place
 FUSED_UP_TO = 4
 # of the free memory when loading starts; the rest is for caches, activations and other processes
 _MEMORY_SHARE = 0.8
-WHOLE = Place()
+WHOLE = Rank()
 
 ExpertsChoice = Literal["auto", "packed", "expanded"]
 Layout = Literal["packed", "expanded", "fused"]
@@ -70,19 +78,19 @@ class TargetFiles:
     expert_tensor_bytes: int  # those of tensor_bytes that experts "packed" leaves as they are
 
 
-def _num_values(leaf: Leaf, shape: tuple[int, ...]) -> int:
+def _num_values(kind: TensorKind, shape: tuple[int, ...]) -> int:
     """Count a tensor's values: two per byte of MXFP4 blocks, none in their scales."""
-    return math.prod(shape) * ((2 if len(shape) == 4 else 0) if leaf.mxfp4 else 1)
+    return math.prod(shape) * ((2 if len(shape) == 4 else 0) if kind.mxfp4 else 1)
 
 
 def inspect_target(directory: Path) -> TargetFiles:
     """Check a directory as load_target does, without reading weights. Raises the same InputErrors."""
-    files = recognise(directory)
+    files = open_target(directory)
     counts = {True: 0, False: 0}  # by whether they are of experts
     sizes = {True: 0, False: 0}
-    for name, (leaf, shape) in files.leaves.items():
-        counts[leaf.of_experts] += _num_values(leaf, shape)
-        sizes[leaf.of_experts] += math.prod(shape) * files.checkpoint.dtype(name).itemsize
+    for name, (kind, shape) in files.tensors.items():
+        counts[kind.of_experts] += _num_values(kind, shape)
+        sizes[kind.of_experts] += math.prod(shape) * files.checkpoint.dtype(name).itemsize
     stops = stop_tokens(files.checkpoint, files.config.vocab_size)
     totals = (sum(counts.values()), counts[True], sum(sizes.values()), sizes[True])
     return TargetFiles(files.config, *stops, files.mxfp4, *totals)
@@ -94,22 +102,22 @@ def weight_bytes(
     dtype: Any = jnp.float32,
     experts: ExpertsChoice = "auto",
     implementation: Implementation | None = None,
-    place: Place = WHOLE,
+    rank: Rank = WHOLE,
 ) -> int:
     """Compute the memory that load_target takes with these options, to a percent.
 
     Reads no weights. Raises the same InputErrors.
     """
-    files, native = recognise(directory), implementation == "native"
-    layout, part = _choose_layout(files, dtype, experts, native), Part(files.config, place, files.mxfp4)
+    files, native = open_target(directory), implementation == "native"
+    layout, part = _choose_layout(files, dtype, experts, native), ModelShard(files.config, rank, files.mxfp4)
     total = 0
-    for name, (leaf, shape) in files.leaves.items():
-        held = part.shape(leaf, shape)
-        if leaf.mxfp4 and layout == "packed":
+    for name, (kind, shape) in files.tensors.items():
+        held = part.shape(kind, shape)
+        if kind.mxfp4 and layout == "packed":
             total += math.prod(held)
         else:
-            narrow = native and (leaf.mxfp4 or files.checkpoint.dtype(name) == BFLOAT16)
-            total += _num_values(leaf, held) * (BFLOAT16 if narrow else np.dtype(dtype)).itemsize
+            narrow = native and (kind.mxfp4 or files.checkpoint.dtype(name) == BFLOAT16)
+            total += _num_values(kind, held) * (BFLOAT16 if narrow else np.dtype(dtype)).itemsize
     return total
 
 
@@ -120,11 +128,11 @@ def load_target(
     experts: ExpertsChoice = "auto",
     implementation: Implementation | None = None,
     progress: Callable[[int, int], None] | None = None,
-    place: Place = WHOLE,
+    rank: Rank = WHOLE,
 ) -> LoadedTarget:
     """Load the model in a directory: float parameters in `dtype`, on JAX's default device.
 
-    place: load only this rank's part (target.shard), and read only its bytes.
+    rank: load only this rank's part (target.shard), and read only its bytes.
 
     experts "packed" keeps MXFP4 experts as they are, "expanded" dequantises them once, at load. "auto" expands on CPU
     if that fits in free memory (dequantising inside the graph is many times slower there), and packs on accelerators.
@@ -140,12 +148,12 @@ def load_target(
     Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
     and "packed" for a checkpoint that is not MXFP4.
     """
-    files = recognise(directory)
+    files = open_target(directory)
     stop_token_ids, _ = stop_tokens(files.checkpoint, files.config.vocab_size)
     layout = _choose_layout(files, dtype, experts, implementation == "native")
-    part = Part(files.config, place, files.mxfp4)
+    part = ModelShard(files.config, rank, files.mxfp4)
     if progress is not None:
-        sizes = (part.read_size(*leaf) * files.checkpoint.dtype(name).itemsize for name, leaf in files.leaves.items())
+        sizes = (part.read_size(*kind) * files.checkpoint.dtype(name).itemsize for name, kind in files.tensors.items())
         files.checkpoint.watch(progress, sum(sizes))
     params = _Reader(files, part, np.dtype(dtype), implementation).params(layout)
     files.checkpoint.finish()
@@ -156,7 +164,7 @@ def chosen_experts(
     directory: Path, dtype: Any, experts: ExpertsChoice, implementation: Implementation | None
 ) -> Literal["packed", "expanded"]:
     """Resolve "auto" for load_target with these options. Raises InputError as it does."""
-    layout = _choose_layout(recognise(directory), dtype, experts, implementation == "native")
+    layout = _choose_layout(open_target(directory), dtype, experts, implementation == "native")
     return "packed" if layout == "packed" else "expanded"
 
 
@@ -164,8 +172,8 @@ def load_ends(
     directory: Path, dtype: Any = jnp.float32, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array | PackedMatrix]:
     """Read only a target's embedding [V, D] and head [D, V]. Raises InputError as load_target does."""
-    files = recognise(directory)
-    return _Reader(files, Part(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation).ends()
+    files = open_target(directory)
+    return _Reader(files, ModelShard(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation).ends()
 
 
 def save_target(
@@ -208,7 +216,7 @@ def write_target(
     write_checkpoint(directory, rendered, tensors, shard_bytes, {**(extra_files or {}), **generation})
 
 
-def _choose_layout(files: Recognised, dtype: Any, experts: ExpertsChoice, native: bool) -> Layout:
+def _choose_layout(files: TargetCheckpoint, dtype: Any, experts: ExpertsChoice, native: bool) -> Layout:
     """Choose the experts' layout in memory. Raises InputError for an unknown choice, or one that the files lack."""
     if experts not in ("auto", "packed", "expanded"):
         raise InputError(f"experts is {experts!r}; expected auto, packed or expanded", "experts")
@@ -223,7 +231,7 @@ def _choose_layout(files: Recognised, dtype: Any, experts: ExpertsChoice, native
     return "fused" if not native and files.config.num_experts <= FUSED_UP_TO * files.config.top_k else "expanded"
 
 
-def _expanding_pays(files: Recognised, dtype: Any) -> bool:
+def _expanding_pays(files: TargetCheckpoint, dtype: Any) -> bool:
     if jax.default_backend() != "cpu":
         return False
     weights = sum(math.prod(shape) for shape in tensor_shapes(files.config, mxfp4=False).values())
@@ -232,14 +240,14 @@ def _expanding_pays(files: Recognised, dtype: Any) -> bool:
 
 @dataclasses.dataclass
 class _Reader:
-    files: Recognised
-    part: Part
+    files: TargetCheckpoint
+    part: ModelShard
     dtype: np.dtype
     implementation: Implementation | None
 
     def __post_init__(self) -> None:
         self.checkpoint, self.dialect, _, self.mxfp4 = self.files
-        self.leaves = self.files.leaves
+        self.tensors = self.files.tensors
 
     def ends(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
         names = self.dialect.names
@@ -281,16 +289,16 @@ class _Reader:
 
     def _floats(self, name: str) -> np.ndarray:
         self._expect_floats(name)
-        leaf, shape = self.leaves[name]
-        if not self.part.has(leaf):
+        kind, shape = self.tensors[name]
+        if not self.part.has(kind):
             self.checkpoint.ignore(name)
-            return np.zeros(self.part.shape(leaf, shape), self.checkpoint.dtype(name))
-        return self.checkpoint.take(name, shape, self.part.cuts(leaf))
+            return np.zeros(self.part.shape(kind, shape), self.checkpoint.dtype(name))
+        return self.checkpoint.take(name, shape, self.part.cuts(kind))
 
     def _by_expert(self, name: str) -> Iterator[np.ndarray]:
         """Read a tensor of one held expert after the other."""
-        leaf, shape = self.leaves[name]
-        return self.checkpoint.parts(name, shape, self.part.cuts(leaf))
+        kind, shape = self.tensors[name]
+        return self.checkpoint.parts(name, shape, self.part.cuts(kind))
 
     def _expect_floats(self, name: str) -> None:
         dtype = self.checkpoint.dtype(name)
@@ -333,7 +341,7 @@ class _Reader:
         for matrix in ("gate_up", "down"):
             parts += [*self._on_device(self._packed_experts(names[matrix])), self._vector(names[f"{matrix}_bias"])]
         packed = PackedExperts(*parts)
-        if self.implementation == "xla" or self.part.place.ranks > 1:
+        if self.implementation == "xla" or self.part.rank.count > 1:
             return packed
         return tiled_experts(packed, self.part.config.top_k)
 

@@ -17,7 +17,7 @@ from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
-from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_place
+from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_rendezvous
 from peagle.workflows.follow import follow
 
 Settings = TypeVar("Settings")
@@ -29,19 +29,19 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
 
     Raises InputError for options that contradict each other, or those of the other processes.
     """
-    place = parse_place(load.coordinator, load.process_id, load.num_processes)
-    if place is None:
+    rendezvous = parse_rendezvous(load.coordinator, load.process_id, load.num_processes)
+    if rendezvous is None:
         return run(settings)
     if load.mesh is None:
         raise InputError("--coordinator is given without --mesh, which shards the target over the processes; give both")
     why = "several processes run one replica of the target; peagle cluster up --decode N runs several"
     refuse_replicas(load.mesh, why)
     hello = {"versions": _versions(), "options": _comparable(settings)}
-    if place.process:
+    if rendezvous.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 prints them
-        team = join(place, hello, _lost)
+        team = join(rendezvous, hello, _lost)
         return _to_the_end(team, lambda: follow(team))
-    team = gather(place, hello, _lost)
+    team = gather(rendezvous, hello, _lost)
     _leads.append(Lead(team.send))
     try:
         return _to_the_end(team, lambda: run(settings))
@@ -61,7 +61,7 @@ def _to_the_end(team: Team, run: Callable[[], int]) -> int:
         say("error", str(error))
         team.leave(BAD_INPUT)
     except KeyboardInterrupt:
-        if not team.place.process:
+        if not team.rendezvous.process:
             team.end()
             raise
         team.end("it was interrupted")

@@ -52,24 +52,16 @@ _DTYPES: dict[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A part of an axis: these stretches one after the other, then zeros up to `width`. Default: all of the axis."""
+    """A part of an axis: these slices one after the other, then zeros up to `width`. Default: all of the axis."""
 
-    stretches: tuple[slice, ...] = ()
+    slices: tuple[slice, ...] = ()
     width: int | None = None
 
     def indices(self, size: int) -> np.ndarray:
         """Return the indices of the axis's `size` elements that it holds, in order."""
         if self.width is None:
             return np.arange(size)
-        return np.concatenate([np.arange(stretch.start, stretch.stop) for stretch in self.stretches])
-
-    def take(self, values: np.ndarray, axis: int) -> np.ndarray:
-        if self.width is None:
-            return values
-        held = np.take(values, self.indices(values.shape[axis]), axis=axis)
-        missing = [(0, 0)] * values.ndim
-        missing[axis] = (0, self.width - held.shape[axis])
-        return np.pad(held, missing) if self.width > held.shape[axis] else held
+        return np.concatenate([np.arange(part.start, part.stop) for part in self.slices])
 
 
 class Checkpoint:
@@ -151,7 +143,7 @@ class Checkpoint:
     def take(self, name: str, shape: tuple[int, ...] | None = None, cuts: Sequence[Cut] = ()) -> np.ndarray:
         """Read a copy of the tensor, in its stored dtype, and consume it.
 
-        cuts: of its first axes; nothing else is read. Only the first may have several stretches.
+        cuts: of its first axes; nothing else is read. Only the first may have several slices.
         peagle.ops.memory.to_device takes the copy without copying again. Raises InputError if the tensor is missing or
         has another shape.
         """
@@ -164,10 +156,10 @@ class Checkpoint:
             return tensor
         step = max(1, PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))
         filled = 0
-        stretches = (slice(0, whole[0]),) if first.width is None else first.stretches
-        for stretch in stretches if all(part.start != part.stop for part in rest) else ():
-            for start in range(stretch.start, stretch.stop, step):
-                piece = self._read(name, (slice(start, min(start + step, stretch.stop)), *rest))
+        slices = (slice(0, whole[0]),) if first.width is None else first.slices
+        for part in slices if all(part.start != part.stop for part in rest) else ():
+            for start in range(part.start, part.stop, step):
+                piece = self._read(name, (slice(start, min(start + step, part.stop)), *rest))
                 tensor[(slice(filled, filled + len(piece)), *map(slice, piece.shape[1:]))] = piece
                 filled += len(piece)
         return tensor
@@ -234,9 +226,9 @@ class Checkpoint:
 
 
 def _slices(cuts: Sequence[Cut], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the single stretch of each cut."""
+    """Return the single part of each cut."""
     pairs = zip(cuts, shape, strict=False)
-    return tuple(slice(0, size) if cut.width is None else cut.stretches[0] for cut, size in pairs)
+    return tuple(slice(0, size) if cut.width is None else cut.slices[0] for cut, size in pairs)
 
 
 def _cut_shape(shape: tuple[int, ...], cuts: Sequence[Cut]) -> tuple[int, ...]:
