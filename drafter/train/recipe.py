@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from drafter.params import DrafterParams
-from drafter.train.cod import Segments
+from drafter.train.cod import Partition
 from drafter.train.config import OptimizerName, TrainConfig
 from peagle.ops.flag import check_least
 
@@ -40,8 +40,8 @@ class Recipe(TrainConfig):
         check_least(self, steps=1)
 
     @property
-    def segments(self) -> Segments:
-        return Segments.even(self.width, self.parts)
+    def partition(self) -> Partition:
+        return Partition.even(self.width, self.parts)
 
 
 def rate_schedule(recipe: Recipe, steps: jax.Array, peak: float) -> optax.Schedule:

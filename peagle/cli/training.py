@@ -20,7 +20,7 @@ from drafter.train.config import DrafterShape
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
-from drafter.train.step import Ends, devices_for
+from drafter.train.step import FrozenWeights, devices_for
 from drafter.train.trainer import Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import DraftVocab
@@ -257,11 +257,11 @@ def _checked(settings: Train) -> CheckedTraining:
     if not 1 <= shape.mask_hiddens <= max(1, learning.cod.depth - 1):
         raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{max(1, learning.cod.depth - 1)}")
     if recipe.blocks is not None:
-        counts = recipe.segments.block_counts(recipe.cod.depth, recipe.blocks)
+        counts = recipe.partition.block_counts(recipe.cod.depth, recipe.blocks)
     else:
-        counts = recipe.segments.counts(recipe.cod, *anchors(data.sources, recipe.segments))
+        counts = recipe.partition.counts(recipe.cod, *anchors(data.sources, recipe.partition))
     batches = Batches(
-        data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed, recipe.blocks is not None
+        data.sources, recipe.width, recipe.cod, recipe.partition, counts, recipe.seed, recipe.blocks is not None
     )
     devices_for(settings.rows, devices)  # raises InputError
     return CheckedTraining(
@@ -315,7 +315,7 @@ def _trainer(
         checked.batches,
         None if self_contained(documents) else teacher,
         ids,
-        Ends.of(initial, config),
+        FrozenWeights.of(initial, config),
         held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
         held_out_every=held_out_every(checked.recipe.steps),
         evaluate=evaluate,

@@ -14,7 +14,7 @@ from drafter.config import DrafterConfig
 from drafter.params import init_params
 from drafter.propose import Eagle3, PEagle
 from drafter.train import loss
-from drafter.train.cod import Segments, sample_chains
+from drafter.train.cod import Partition, sample_chains
 from drafter.train.config import LOSSES, Cod
 from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import Labels, labels_of_best, labels_of_logits, losses_of_rows
@@ -110,7 +110,7 @@ def test_cod_counts_are_those_of_the_paper() -> None:
     assert Cod(depth=3, ratio=0.1, min_ratio=0.2).counts(10) == (1, 1)
     everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
     cod = Cod(depth=4)
-    ((_, reach),) = sample_chains(cod, *everywhere, Segments(40), (cod.counts(40),), np.random.default_rng(0))
+    ((_, reach),) = sample_chains(cod, *everywhere, Partition(40), (cod.counts(40),), np.random.default_rng(0))
     expected = cod.counts(38)  # of 40 anchors the last two have no label
     assert tuple(int((reach >= d).sum()) for d in (1, 2, 3)) == expected
 
