@@ -124,7 +124,7 @@ class Coverage:
     acceptance_limit: float  # acceptance length of a drafter that proposes each of them right, and no other
     num_drafts: int  # K of that limit
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Example: 83.1% of the tokens, so at most 3.42 tokens a step at K = 7."""
         return f"{self.frac:.1%} of the tokens, so at most {self.acceptance_limit:.2f} a step at K = {self.num_drafts}"
 

@@ -26,10 +26,9 @@ from peagle.ops import cuda
 from peagle.ops.attention import CacheGroup, PagedCache, Pages
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError, InputWarning, cannot_start
-from peagle.ops.kernels import Implementation, for_weights
-from peagle.ops.kernels import in_words as kernels_in_words
+from peagle.ops.kernels import Implementation, describe_kernels, for_weights
 from peagle.ops.linear import PackedMatrix
-from peagle.ops.memory import refuse_too_large, size_in_words, tree_bytes
+from peagle.ops.memory import format_size, refuse_too_large, tree_bytes
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.native import available as native_available
 from peagle.pair import Loaded, Pair
@@ -132,7 +131,7 @@ def load(
         loaded=Loaded(
             dtype=dtype,
             experts=loaded.experts,
-            kernels=kernels_in_words() if kernels != "xla" else "XLA",
+            kernels=describe_kernels() if kernels != "xla" else "XLA",
             mesh=None if shape is None else f"{shape.devices} devices, {shape}",
         ),
         retain_full_kv=retain_full_kv,
@@ -286,7 +285,7 @@ def _refuse_too_large(
 
     def least() -> str:
         packed = inspect_target(target_directory).mxfp4
-        size = size_in_words(sum(needed("bfloat16", "packed" if packed else "auto").values()))
+        size = format_size(sum(needed("bfloat16", "packed" if packed else "auto").values()))
         options = "--experts packed --dtype bfloat16" if packed else "--dtype bfloat16"
         return f"{options} takes the least, {size}; or take a smaller model"
 
@@ -476,7 +475,7 @@ def steps_per_dispatch(num_bytes: int) -> int:
 def _implementation(kernels: KernelsChoice) -> Implementation | None:
     """Choose the implementation of a pair's ops. Raises InputError if "native" is named and no kernels run here."""
     if kernels == "native" and not (native_available() or cuda.available()):
-        raise InputError(f"the native kernels do not run here: {kernels_in_words().removeprefix('XLA: ')}")
+        raise InputError(f"the native kernels do not run here: {describe_kernels().removeprefix('XLA: ')}")
     return "xla" if kernels == "xla" else for_weights()
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
-from peagle.ops.records import difference_in_words, flat
+from peagle.ops.records import describe_difference, flat
 from peagle.ops.strict_json import dumps
 
 LOOPBACK = "127.0.0.1"
@@ -320,7 +320,7 @@ def _welcome(
     # encoded and decoded like theirs: tuples become lists
     ours = flat(decode(encode({"hello": hello}))["hello"])
     if theirs != ours:
-        differs = difference_in_words(theirs, ours, _option)
+        differs = describe_difference(theirs, ours, _option)
         raise InputError(
             f"process {process} of {rendezvous.count} differs from process 0: "
             f"{differs.replace('(now ', '(process 0: ')}; expected the same version and options everywhere, but for "

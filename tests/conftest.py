@@ -170,10 +170,10 @@ def pytest_configure(config: pytest.Config) -> None:
     the thousands of programs at every one it writes, and holds a lock meanwhile."""
     if hasattr(config, "workerinput"):
         return
-    from peagle.ops.files import trim  # not before signatures are checked
+    from peagle.ops.files import trim_folder  # not before signatures are checked
 
     COMPILED.mkdir(parents=True, exist_ok=True)
-    trim(COMPILED, MOST_BYTES)
+    trim_folder(COMPILED, MOST_BYTES)
 
 
 _C_LIBRARY = ctypes.CDLL(None)

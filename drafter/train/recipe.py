@@ -91,7 +91,7 @@ class Update:
     warmup_frac: float
     decay_frac: float
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Example: muon at rates 0.008 and 0.003, rising over 2% of the steps, falling over the last 60%."""
         rates = f"a rate of {self.learning_rate:.2g}"
         if self.optimizer == "muon":

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from peagle.ops.checkpoint import save_tensors
 from peagle.ops.errors import InputError
 from peagle.ops.files import holds_files, reason_of, write_text_whole, write_whole
-from peagle.ops.records import difference_in_words, flat
+from peagle.ops.records import describe_difference, flat
 from peagle.ops.strict_json import dumps
 
 MANIFEST = "manifest.json"
@@ -66,7 +66,7 @@ def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
         stored = read_manifest(folder)
         records = flat(stored), flat(manifest)
         then, now = ({key: value for key, value in record.items() if key != NAME} for record in records)
-        if difference := difference_in_words(then, now, _option):
+        if difference := describe_difference(then, now, _option):
             raise InputError(f"{folder} was made with {difference}; expected the same: take another --out")
         return
     if folder.exists() and (not folder.is_dir() or holds_files(folder)):

@@ -43,7 +43,7 @@ from drafter.train.recipe import Recipe, optimizer
 from drafter.train.step import Fixed, FrozenWeights, Record, State, Teacher, devices_for, step_program, sums_program
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of, write_text_whole
-from peagle.ops.memory import size_in_words
+from peagle.ops.memory import format_size
 from peagle.ops.strict_json import dumps
 
 NEWEST_KEPT = 2  # checkpoints, besides the best one
@@ -314,8 +314,8 @@ class Trainer:
         size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.out).free
         if free < size:  # check first: if a disk fills up half way, orbax's threads print long errors
             raise TrainingStopped(
-                f"the checkpoint of step {step} takes {size_in_words(size)}, the disk of {self.out / CHECKPOINTS} has "
-                f"{size_in_words(free)} left: {os.strerror(errno.ENOSPC)}; {self._last_good(checkpoints)}"
+                f"the checkpoint of step {step} takes {format_size(size)}, the disk of {self.out / CHECKPOINTS} has "
+                f"{format_size(free)} left: {os.strerror(errno.ENOSPC)}; {self._last_good(checkpoints)}"
             )
         try:
             checkpoints.save(step, args=ocp.args.StandardSave(state))

@@ -18,7 +18,7 @@ from peagle.cli.decoding import load_pair, not_shown, without_effect
 from peagle.cli.display import Advance, Display
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone
+from peagle.ops.files import locked
 from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
 from peagle.text.prompts import Conversation
@@ -51,7 +51,7 @@ def make_data(settings: Data) -> int:
 
     Raises InputError, before any weights are read, for bad options and prompts; later if a shard cannot be written.
     """
-    with alone(Path(settings.out)):
+    with locked(Path(settings.out)):
         return _data(settings)
 
 

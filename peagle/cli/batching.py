@@ -33,7 +33,7 @@ def answer_file(settings: BatchCommand) -> int:
     started = time.perf_counter()
     try:
         with display.keeping(lambda: _progress(batch.counts)), display.stage("answering") as advance:
-            asyncio.run(batch.run(interrupt.asked, lambda counts: advance(counts.done, counts.total)))
+            asyncio.run(batch.run(interrupt.pressed, lambda counts: advance(counts.done, counts.total)))
             interrupt.check()
     finally:
         loop.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 from peagle.cli.display import Display
 from peagle.hub import cache, fetch, is_name, remaining
-from peagle.ops.memory import size_in_words
+from peagle.ops.memory import format_size
 
 NAMING = ("target", "drafter", "init", "directories")  # fields whose values are checkpoints
 
@@ -24,7 +24,7 @@ def download(settings: Any) -> None:
             display.note(f"{name} is in {cache()} already")
             continue
         files = f"{missing.num_files} file{'s' * (missing.num_files > 1)}"
-        display.note(f"downloading {name} into {cache()}: {files}, {size_in_words(missing.num_bytes)}")
+        display.note(f"downloading {name} into {cache()}: {files}, {format_size(missing.num_bytes)}")
         with display.keeping(_kept), display.stage(f"downloading {name}") as progress:
             fetch(missing, progress)
 

@@ -25,9 +25,8 @@ from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_pe
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
-from peagle.ops.kernels import for_weights
-from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.memory import available_memory_bytes, size_in_words
+from peagle.ops.kernels import describe_kernels, for_weights
+from peagle.ops.memory import available_memory_bytes, format_size
 from peagle.ops.native import available as native_available
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
 from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
@@ -148,7 +147,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("positions", f"{c.max_positions:,}"),
         ("parameters", f"{files.num_parameters:,}, {files.num_expert_parameters:,} of them in experts"),
         ("weights", f"{'MXFP4 experts, the rest' if files.mxfp4 else 'not quantised,'} as stored"),
-        ("on disk", size_in_words(_disk_bytes(path))),
+        ("on disk", format_size(_disk_bytes(path))),
         ("in memory", _target_memory(files)),
         ("loaded here", _loaded_here(path)),
         (f"KV cache per {TOKENS:,} tokens", f"{_both(per_token)} (full layers)"),
@@ -158,7 +157,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("default aux layers", aux_layers),
         ("stop tokens", _stop_tokens(files)),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
-        ("kernels", kernels_in_words()),
+        ("kernels", describe_kernels()),
     ]
 
 
@@ -172,7 +171,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
     total = first.total + caches
     shared = "the embedding, routers and norms" + (", shared kv heads" if shape.ranks > c.num_kv_heads else "")
     fits = "fits" if total <= device.memory_bytes else "does not fit"
-    device_memory = size_in_words(int(device.memory_bytes))
+    device_memory = format_size(int(device.memory_bytes))
     collectives = 2 * c.num_layers + 1 if shape.ranks > 1 else 0
 
     def times(rows: int) -> str:
@@ -180,20 +179,20 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
         return f"{reading + summing:.2f} ms ({reading:.2f} reading weights, {summing:.2f} in collectives)"
 
     replicas = f": {shape.dp} replicas on {shape.ranks} each, of {own} slots each"
-    kinds = ", ".join(f"{kind} {size_in_words(size)}" for kind, size in first.kinds.items())
+    kinds = ", ".join(f"{kind} {format_size(size)}" for kind, size in first.kinds.items())
     sums = f"{collectives} collectives at an assumed {device.latency_s * 1e6:.0f} us each"
     return [
         (f"over {shape}", f"{shape.devices} devices" + replicas * (shape.dp > 1)),
-        ("  weights of each", f"{size_in_words(first.total)}: {kinds}"),
-        ("  replicated on all", f"{size_in_words(first.replicated)}: {shared}"),
-        ("  padding of the last", f"{size_in_words(last.padding)} of zeros"),
+        ("  weights of each", f"{format_size(first.total)}: {kinds}"),
+        ("  replicated on all", f"{format_size(first.replicated)}: {shared}"),
+        ("  padding of the last", f"{format_size(last.padding)} of zeros"),
         (
             "  loading each",
-            f"reads {size_in_words(first.total - first.padding)} of {size_in_words(files.tensor_bytes)}; on CPU it "
+            f"reads {format_size(first.total - first.padding)} of {format_size(files.tensor_bytes)}; on CPU it "
             "takes at most 1.15 of its weights",
         ),
-        ("  pages of each", f"{size_in_words(caches)} bfloat16, with --slots {slots} --context {positions}"),
-        (f"  together on an {device.name}", f"{size_in_words(total)}; {fits} into its {device_memory}"),
+        ("  pages of each", f"{format_size(caches)} bfloat16, with --slots {slots} --context {positions}"),
+        (f"  together on an {device.name}", f"{format_size(total)}; {fits} into its {device_memory}"),
         ("  a pass over 1 row", f"at least {times(1)}; {sums}"),
         (f"  over {k + 1} rows", f"at least {times(k + 1)}"),
     ]
@@ -224,11 +223,11 @@ def drafter_rows(
         ("window", window),
         ("drafts by auto", _drafts(path)),
         ("parameters", f"{parameters:,}"),
-        ("on disk", size_in_words(_disk_bytes(path))),
-        ("in memory", f"{size_in_words(parameters * 4)} float32, {size_in_words(parameters * 2)} bfloat16"),
+        ("on disk", format_size(_disk_bytes(path))),
+        ("in memory", f"{format_size(parameters * 4)} float32, {format_size(parameters * 2)} bfloat16"),
         *([(f"KV cache per {TOKENS:,} tokens", _both(per_token))] if per_token else []),
         *([("KV pages per slot", f"{_both(per_slot)} (layers with a window, {ONE_STEP})")] if per_slot else []),
-        ("kernels", kernels_in_words()),
+        ("kernels", describe_kernels()),
     ]
 
 
@@ -276,10 +275,10 @@ def _stop_tokens(files: TargetFiles) -> str:
 def _target_memory(files: TargetFiles) -> str:
     def of(dtype: np.dtype, packed: bool) -> str:
         experts = files.expert_tensor_bytes if packed else files.num_expert_parameters * dtype.itemsize
-        return size_in_words((files.num_parameters - files.num_expert_parameters) * dtype.itemsize + experts)
+        return format_size((files.num_parameters - files.num_expert_parameters) * dtype.itemsize + experts)
 
     layouts = [("expanded", False)] + ([("packed", True)] if files.mxfp4 else [])
-    stored = f"{size_in_words(files.tensor_bytes)} as stored; without native kernels " if native_available() else ""
+    stored = f"{format_size(files.tensor_bytes)} as stored; without native kernels " if native_available() else ""
     return stored + "; ".join(
         f"{name} {of(FLOAT32, packed)} float32, {of(BFLOAT16, packed)} bfloat16" for name, packed in layouts
     )
@@ -289,8 +288,8 @@ def _loaded_here(path: Path) -> str:
     """Describe the memory of the default options, and whether it is available now."""
     needed, available = _weight_bytes(path), available_memory_bytes()
     fits = "fits" if needed <= available else "does not fit"
-    free = size_in_words(available)
-    return f"{size_in_words(needed)} for {_dtype().name} arithmetic; {fits} into the {free} available now"
+    free = format_size(available)
+    return f"{format_size(needed)} for {_dtype().name} arithmetic; {fits} into the {free} available now"
 
 
 def _weight_bytes(path: Path) -> int:
@@ -308,7 +307,7 @@ def _prefill_memory(config: TargetConfig) -> str:
 
     def taken(rows: int, blocks: RowBlocks) -> str:
         numbers = rows * config.hidden_size + blocks.query_rows * (of_query + config.hidden_size)
-        return size_in_words(FLOAT32.itemsize * (numbers + blocks.expert_rows * config.top_k * of_choice))
+        return format_size(FLOAT32.itemsize * (numbers + blocks.expert_rows * config.top_k * of_choice))
 
     chunked = taken(DEFAULT_CHUNK, RowBlocks(DEFAULT_CHUNK, DEFAULT_CHUNK))
     return f"{chunked} in chunks, {taken(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
@@ -335,7 +334,7 @@ def _kv_numbers(groups: tuple[CacheGroup, ...], numbers: tuple[int, ...]) -> tup
 
 
 def _both(numbers: int) -> str:
-    return f"{size_in_words(numbers * FLOAT32.itemsize)} float32, {size_in_words(numbers * BFLOAT16.itemsize)} bfloat16"
+    return f"{format_size(numbers * FLOAT32.itemsize)} float32, {format_size(numbers * BFLOAT16.itemsize)} bfloat16"
 
 
 def _disk_bytes(path: Path) -> int:

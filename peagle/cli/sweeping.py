@@ -27,8 +27,7 @@ from peagle.measure.sweep.store import RAW, Folder, begin, open_run
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone as alone_in
-from peagle.ops.files import expect_new
+from peagle.ops.files import expect_new, locked
 from peagle.pair import Pair
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, without_suffix
 from peagle.text.prompts import Rendering
@@ -45,7 +44,7 @@ def sweep(settings: Sweep) -> int:
     anything is written, for bad options, files and models.
     """
     typed = _plan(settings)  # before anything on the disk is looked at
-    with alone_in(Path(settings.out)):
+    with locked(Path(settings.out)):
         return _sweep(settings, typed)
 
 

@@ -37,7 +37,7 @@ from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone, encoded
+from peagle.ops.files import encoded, locked
 from peagle.ops.flag import layers_reader
 from peagle.ops.settings import brief, mapping
 from peagle.ops.strict_json import dumps
@@ -118,7 +118,7 @@ def train(settings: Train) -> int:
     anything is written, for bad options, data and models; later for a training that cannot go on; KeyboardInterrupt
     after Ctrl-C, when a checkpoint holds the last step.
     """
-    with alone(Path(settings.out)):
+    with locked(Path(settings.out)):
         return _train(settings)
 
 
@@ -164,7 +164,7 @@ def _train(settings: Train) -> int:
     lines = [f"drafter      {out / DRAFTER} | {kept} | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {curve}")
     if covered is not None:
-        lines.append(f"proposes     {covered.in_words()}")
+        lines.append(f"proposes     {covered.describe()}")
     if prompts is not None and prompts.skipped:
         lines.append(f"left out     of --evaluate {skipped_line(prompts.skipped)}")
     if weak := weak_drafter(log, out, init=settings.shape.init is not None):
@@ -321,7 +321,7 @@ def _trainer(
         evaluate=evaluate,
         evaluate_every=settings.evaluate_every,
         save_every=settings.save_every,
-        should_stop=lambda: interrupt.asked() or deadline.over(),
+        should_stop=lambda: interrupt.pressed() or deadline.over(),
         devices=checked.devices,
     )
     done = steps_done(checked.out)

@@ -13,7 +13,7 @@ from peagle.engine.handoff import Fingerprints
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import CostTable
 from peagle.ops import native
-from peagle.ops.files import cache_directory, keep
+from peagle.ops.files import cache_directory, write_cached
 from peagle.ops.strict_json import dumps
 
 
@@ -44,4 +44,4 @@ def read_costs(path: Path | None) -> CostTable | None:
 def write_costs(path: Path | None, costs: CostTable) -> None:
     """Write costs for `read_costs`, if the cache is writable."""
     if path is not None:
-        keep(path, dumps(costs.to_json(), indent=1).encode())
+        write_cached(path, dumps(costs.to_json(), indent=1).encode())

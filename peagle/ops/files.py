@@ -76,7 +76,7 @@ def cache_directory(name: str) -> Path:
     return platformdirs.user_cache_path("peagle", appauthor=False) / name
 
 
-def keep(path: Path, content: bytes) -> bool:
+def write_cached(path: Path, content: bytes) -> bool:
     """Write `content` to `path` in a cache that processes share; return whether it succeeded."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def keep(path: Path, content: bytes) -> bool:
     return True
 
 
-def trim(folder: Path, most_bytes: int) -> None:
+def trim_folder(folder: Path, most_bytes: int) -> None:
     """Remove the oldest files in a folder, down to `most_bytes`; keep its folders.
 
     Other processes may write and remove files in it at the same time.
@@ -118,7 +118,7 @@ def umask() -> int:
 
 
 @contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
     """Keep other runs from an output, a file or a folder, by a lock file beside it.
 
     Makes its parent folders. Raises InputError if another run writes it, or if it cannot be written.

@@ -67,7 +67,7 @@ def waiting() -> Iterator[None]:
         _waiting = False
 
 
-def asked() -> bool:
+def pressed() -> bool:
     return _pressed
 
 

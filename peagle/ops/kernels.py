@@ -17,7 +17,7 @@ def for_weights() -> Implementation | None:
     return "native" if native.available() else None
 
 
-def in_words() -> str:
+def describe_kernels() -> str:
     """Describe in one line the kernels that run here, or why none do.
 
     Raises InputError if PEAGLE_KERNELS names kernels that do not run here.

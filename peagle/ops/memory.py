@@ -120,18 +120,18 @@ def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
     """Raise InputError, ending with the hint, if these bytes together exceed the memory available now."""
     total, available = sum(needed.values()), available_memory_bytes()
     if total > available:
-        *first, last = (f"{size_in_words(size)} for {name}" for name, size in needed.items())
+        *first, last = (f"{format_size(size)} for {name}" for name, size in needed.items())
         parts = f"{', '.join(first)} and {last}" if first else last
-        whole = f", {size_in_words(total)} together," if len(needed) > 1 else ""
+        whole = f", {format_size(total)} together," if len(needed) > 1 else ""
         todo = hint()
         if jax.default_backend() == "gpu":
             todo += f"; JAX takes three quarters of a GPU's memory, more with {_FRACTION}=.95"
         raise InputError(
-            f"out of memory: {parts}{whole} do not fit into the {size_in_words(available)} that are available; {todo}"
+            f"out of memory: {parts}{whole} do not fit into the {format_size(available)} that are available; {todo}"
         )
 
 
-def size_in_words(size: int, at_least: bool = False) -> str:
+def format_size(size: int, at_least: bool = False) -> str:
     """Write bytes with a decimal unit. at_least: rounded up, so that memory of the written size holds them.
 
     Example: 999 bytes, 1.0 kB, 2.3 MB, 19.00 GB.

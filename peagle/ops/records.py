@@ -24,7 +24,7 @@ def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [key for key in {**now, **then} if then.get(key) != now.get(key)]
 
 
-def difference_in_words(then: Mapping[str, Any], now: Mapping[str, Any], name: Callable[[str], str]) -> str:
+def describe_difference(then: Mapping[str, Any], now: Mapping[str, Any], name: Callable[[str], str]) -> str:
     """Describe the difference of two `flat` records: "--seed 0 (now 7), --width 512 (now 256)".
 
     name: translates a key for people; keys of one name are named once.

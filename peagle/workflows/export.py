@@ -196,7 +196,7 @@ def _slots(config: DrafterConfig) -> str:
 
 def coverage_in_data(measured: Coverage | None) -> str:
     """Continue a line about a narrowed vocabulary with its coverage, if that is known."""
-    return "" if measured is None else f"; in its training data {measured.in_words()}"
+    return "" if measured is None else f"; in its training data {measured.describe()}"
 
 
 def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: TargetConfig | None) -> str:

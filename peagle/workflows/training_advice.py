@@ -31,7 +31,7 @@ def recipe_in_words(recipe: Recipe, typed: Collection[str], *, init: bool) -> st
         why = f"for a short training, of fewer than {SHORT_STEPS:,} steps"
     else:
         why = f"the paper's, for {SHORT_STEPS:,} steps and more"
-    return f"{update.in_words()}: {why}"
+    return f"{update.describe()}: {why}"
 
 
 def epochs_in_words(epochs: Sequence[float]) -> str:
@@ -96,4 +96,4 @@ def coverage_in_words(documents: Sequence[Document], token_ids: np.ndarray, meas
     written = np.unique(np.concatenate(list(answers(documents))))
     absent = int(np.sum(~np.isin(token_ids, written)))
     lacking = f", {absent:,} of which no answer holds" if absent else ""
-    return f"{len(token_ids):,} tokens{lacking}: {measured.in_words()}"
+    return f"{len(token_ids):,} tokens{lacking}: {measured.describe()}"

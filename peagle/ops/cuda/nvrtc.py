@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.files import cache_directory, keep
+from peagle.ops.files import cache_directory, write_cached
 
 HERE = Path(__file__).parent
 NAMES = ("common.cuh", "linear.cu", "experts.cu", "attention.cu")
@@ -40,7 +40,7 @@ def compile_kernels(architecture: str) -> bytes:
     with contextlib.suppress(OSError):
         return cached.read_bytes()
     cubin = _compile(nvrtc, source, options, architecture)
-    keep(cached, cubin)  # if this fails, the next run compiles again
+    write_cached(cached, cubin)  # if this fails, the next run compiles again
     return cubin
 
 

@@ -70,7 +70,7 @@ def sets_of_this_machine() -> dict[str, tuple[str, ...]]:
     return {isa: sets[isa] for isa in dict.fromkeys((best, "portable"))}
 
 
-def asked_for_all() -> bool:
+def wants_all() -> bool:
     """Whether PEAGLE_INSTRUCTION_SETS is "all". Raises BuildError for another value."""
     sets = os.environ.get(VARIABLE, "")
     if sets not in ("", "all"):
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> int:
         print(f"peagle: {' '.join(arguments)!r} is no option of this; expected --all, or nothing", file=sys.stderr)
         return 2
     try:
-        for path in [*build(every=bool(arguments) or asked_for_all()), *build_launcher()]:
+        for path in [*build(every=bool(arguments) or wants_all()), *build_launcher()]:
             print(path)
     except BuildError as error:
         print(f"peagle: the native kernels were not built: {error}", file=sys.stderr)
