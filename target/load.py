@@ -168,12 +168,14 @@ def chosen_experts(
     return "packed" if layout == "packed" else "expanded"
 
 
-def load_ends(
+def load_embedding_and_head(
     directory: Path, dtype: Any = jnp.float32, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array | PackedMatrix]:
     """Read only a target's embedding [V, D] and head [D, V]. Raises InputError as load_target does."""
     files = open_target(directory)
-    return _Reader(files, ModelShard(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation).ends()
+    return _Reader(
+        files, ModelShard(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation
+    ).embedding_and_head()
 
 
 def save_target(
@@ -249,14 +251,14 @@ class _Reader:
         self.checkpoint, self.dialect, _, self.mxfp4 = self.files
         self.tensors = self.files.tensors
 
-    def ends(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
+    def embedding_and_head(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
         names = self.dialect.names
         # the head first: the largest matrix is twice in memory for a moment, before anything else is
         lm_head = self._matrix(names["lm_head"])
         return arrange_embedding(self._floats(names["embedding"]), self.dtype, self.implementation), lm_head
 
     def params(self, layout: Layout) -> TargetParams:
-        embedding, lm_head = self.ends()
+        embedding, lm_head = self.embedding_and_head()
         return TargetParams(
             embedding=embedding,
             layers=tuple(self._layer(self.dialect.of_layer(i), layout) for i in range(self.part.config.num_layers)),

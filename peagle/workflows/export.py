@@ -25,7 +25,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
 from peagle.ops.strict_json import dumps
 from target.config import TargetConfig
-from target.load import inspect_target, load_ends
+from target.load import inspect_target, load_embedding_and_head
 
 CARD = """\
 # {kind} drafter for {target}
@@ -136,7 +136,9 @@ def _load(
             f"{source} does not store {' and '.join(shared)}: it shares its target's; give --verifier DIR, the "
             "target's folder, to take them from"
         )
-    embedding, lm_head = load_ends(target_directory) if shared and target_directory is not None else (None, None)
+    embedding, lm_head = (
+        load_embedding_and_head(target_directory) if shared and target_directory is not None else (None, None)
+    )
     return load_drafter(source, target_embedding=embedding, target_lm_head=lm_head, aux_layer_ids=aux_layer_ids)
 
 
