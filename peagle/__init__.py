@@ -1,4 +1,4 @@
-"""Lossless speculative decoding of GPT-OSS models with a P-EAGLE drafter, in JAX.
+"""Lossless speculative decoding of GPT-OSS models with P-EAGLE drafters, in JAX.
 
 import peagle
 
@@ -10,9 +10,9 @@ for piece in pair.stream("def mean(values): ..."):
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from peagle.ops.jax_cure import apply as _apply_jax_cure
+from peagle.ops import jax_cure as _jax_cure
 
-_apply_jax_cure()
+_jax_cure.apply()
 
 if TYPE_CHECKING:
     from peagle.config import EngineConfig, LoadConfig, SamplingParams
@@ -32,7 +32,7 @@ _EXPORTS = {
     "Engine": "peagle.engine.engine",
     "EngineConfig": "peagle.config",
     "LoadConfig": "peagle.config",
-    "EngineError": "peagle.engine.engine",
+    "EngineError": "peagle.engine.handle",
     "Grammar": "peagle.engine.grammar",
     "InputError": "peagle.ops.errors",
     "InputWarning": "peagle.ops.errors",
