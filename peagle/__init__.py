@@ -10,9 +10,9 @@ for piece in pair.stream("def mean(values): ..."):
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from peagle.ops import jax_cure as _jax_cure
+from peagle.ops import jax_workaround as _jax_workaround
 
-_jax_cure.apply()
+_jax_workaround.apply()
 
 if TYPE_CHECKING:
     from peagle.config import EngineConfig, LoadConfig, SamplingParams

@@ -32,7 +32,7 @@ from peagle.hub import stay_offline
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning, cannot_start, is_of_backend
 from peagle.ops.files import reason_of
-from peagle.ops.jax_cure import MiscompilingJaxError
+from peagle.ops.jax_workaround import MiscompilingJaxError
 
 OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, interrupt.EXIT_CODE, 141
 
