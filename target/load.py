@@ -41,12 +41,11 @@ from target.dialects import (
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 from target.shard import ModelShard, Rank, TensorKind
 
-# Up to this many experts per selected one, dense experts are concatenated in two matrices (FusedExperts). Computing the
-# unselected ones costs that factor in multiplications and saves every gather: at 8 experts top-4 the plain matmuls win
-# at any number of rows; at 32 top-4 a decoded token would read eight times the weights it needs.
+# Up to this many experts per selected one, dense experts are concatenated in two matrices (FusedExperts), which computes
+# the unselected experts, too, and saves every gather. At 8 experts top-4 the plain matmuls win at any number of rows; at
+# 32 top-4 a decoded token would read eight times the weights it needs.
 FUSED_UP_TO = 4
-# of the free memory when loading starts; the rest is for caches, activations and other processes
-_MEMORY_SHARE = 0.8
+_MEMORY_SHARE = 0.8  # of the free memory; the rest is for caches, activations and other processes
 WHOLE = Rank()
 
 ExpertsChoice = Literal["auto", "packed", "expanded"]
@@ -58,36 +57,35 @@ class LoadedTarget:
     """A model in memory, and its directory's other settings."""
 
     params: TargetParams
-    config: TargetConfig  # of a rank's part, its local geometry
-    stop_token_ids: tuple[int, ...]  # may be empty
+    config: TargetConfig  # for one rank: its local geometry
+    stop_token_ids: tuple[int, ...]
     experts: Layout  # in memory
-    mxfp4: bool  # whether the files hold quantised experts
+    mxfp4: bool  # the files hold quantised experts
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetFiles:
-    """A directory's content, by config.json and the headers of its tensors."""
+    """The content of a checkpoint's directory, from config.json and the headers of its tensors."""
 
     config: TargetConfig
     stop_token_ids: tuple[int, ...]
     stop_tokens_from: str | None  # the file that names them
     mxfp4: bool
     num_parameters: int
-    num_expert_parameters: int  # those of num_parameters in the experts' matrices
+    num_expert_parameters: int  # included in num_parameters: the experts' matrices
     tensor_bytes: int
-    expert_tensor_bytes: int  # those of tensor_bytes that experts "packed" leaves as they are
+    expert_tensor_bytes: int  # included in tensor_bytes: what experts "packed" keeps as it is
 
 
 def _num_values(kind: TensorKind, shape: tuple[int, ...]) -> int:
-    """Count a tensor's values: two per byte of MXFP4 blocks, none in their scales."""
+    """Count a tensor's values: two per byte of MXFP4 blocks, none in MXFP4 scales."""
     return math.prod(shape) * ((2 if len(shape) == 4 else 0) if kind.mxfp4 else 1)
 
 
 def inspect_target(directory: Path) -> TargetFiles:
     """Check a directory as load_target does, without reading weights. Raises the same InputErrors."""
     files = open_target(directory)
-    counts = {True: 0, False: 0}  # by whether they are of experts
-    sizes = {True: 0, False: 0}
+    counts, sizes = {True: 0, False: 0}, {True: 0, False: 0}  # True: expert matrices
     for name, (kind, shape) in files.tensors.items():
         counts[kind.of_experts] += _num_values(kind, shape)
         sizes[kind.of_experts] += math.prod(shape) * files.checkpoint.dtype(name).itemsize
@@ -138,14 +136,13 @@ def load_target(
     if that fits in free memory (dequantising inside the graph is many times slower there), and packs on accelerators.
     Unquantised experts are always expanded. Calls progress(bytes read, all bytes) while it reads.
 
-    implementation "native" packs all matrices for the compiled CPU kernels, if they run (peagle.ops.native.available).
-    bfloat16 matrices then stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4 unless "expanded"
-    makes them bfloat16.
+    implementation "native" packs all matrices for the compiled CPU kernels, which must run here. bfloat16 matrices then
+    stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4, or become bfloat16 by "expanded".
 
-    On CPU, memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped, not read in; at any time one
-    expert, or one other matrix, is in memory twice, and the largest matrix comes first.
+    On CPU, memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped; at any time one expert, or
+    one other matrix, is in memory twice, and the largest matrix comes first.
 
-    Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
+    Raises InputError for a tensor that is missing, surplus, corrupt or of another shape, a config that is not GPT-OSS,
     and "packed" for a checkpoint that is not MXFP4.
     """
     files = open_target(directory)
@@ -163,7 +160,7 @@ def load_target(
 def chosen_experts(
     directory: Path, dtype: Any, experts: ExpertsChoice, implementation: Implementation | None
 ) -> Literal["packed", "expanded"]:
-    """Resolve "auto" for load_target with these options. Raises InputError as it does."""
+    """Resolve experts "auto" as load_target would with these options. Raises the same InputErrors."""
     layout = _choose_layout(open_target(directory), dtype, experts, implementation == "native")
     return "packed" if layout == "packed" else "expanded"
 
@@ -187,11 +184,10 @@ def save_target(
     mxfp4: bool = True,
     **options: Any,
 ) -> None:
-    """Write parameters to a directory as a Hugging Face checkpoint, from any expert layout but NativeExperts.
+    """Write parameters to a directory as a Hugging Face checkpoint, from the expert layouts of XLA.
 
-    Experts are rounded to MXFP4, or without `mxfp4` stored in `dtype` like everything else. With dtype float32 and
-    mxfp4 False, load_target returns equal parameters; also for experts that were MXFP4 before. options: those of
-    write_target.
+    mxfp4: round experts to MXFP4; else store them in `dtype` like the rest. With dtype float32 and mxfp4 False,
+    load_target returns equal parameters, even if the experts were MXFP4 before. options: those of write_target.
 
     Raises InputError for MXFP4 with widths that are not multiples of 32, or if a value is not finite.
     """
@@ -210,7 +206,7 @@ def write_target(
     extra_files: Mapping[str, bytes] | None = None,
     shard_bytes: int | None = None,
 ) -> None:
-    """Write a checkpoint of tensors with their final names and shapes (`tensor_shapes`), made one by one."""
+    """Write a checkpoint of tensors by name, in the shapes of `tensor_shapes`. A generator may make them one by one."""
     pad: dict[str, Any] = {} if pad_token_id is None else {"pad_token_id": pad_token_id}
     stops: dict[str, Any] = {"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}
     rendered = render_config(config, mxfp4) | {key: ids[0] for key, ids in stops.items()} | pad
@@ -219,7 +215,7 @@ def write_target(
 
 
 def _choose_layout(files: TargetCheckpoint, dtype: Any, experts: ExpertsChoice, native: bool) -> Layout:
-    """Choose the experts' layout in memory. Raises InputError for an unknown choice, or one that the files lack."""
+    """Choose the experts' layout in memory. Raises InputError for an unknown choice, or one the files do not allow."""
     if experts not in ("auto", "packed", "expanded"):
         raise InputError(f"experts is {experts!r}; expected auto, packed or expanded", "experts")
     if experts == "packed" and not files.mxfp4:
@@ -253,7 +249,7 @@ class _Reader:
 
     def embedding_and_head(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
         names = self.dialect.names
-        # the head first: the largest matrix is twice in memory for a moment, before anything else is
+        # the head first: the largest matrix is in memory twice for a moment, while nothing else is
         lm_head = self._matrix(names["lm_head"])
         return arrange_embedding(self._floats(names["embedding"]), self.dtype, self.implementation), lm_head
 
@@ -298,7 +294,7 @@ class _Reader:
         return self.checkpoint.take(name, shape, self.part.cuts(kind))
 
     def _by_expert(self, name: str) -> Iterator[np.ndarray]:
-        """Read a tensor of one held expert after the other."""
+        """Read a tensor of one local expert after the other."""
         kind, shape = self.tensors[name]
         return self.checkpoint.parts(name, shape, self.part.cuts(kind))
 
@@ -434,12 +430,13 @@ def _tensors(
 
 
 def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool, dialect: Dialect) -> dict[str, Any]:
-    """Return a layer's experts by name, gates and ups interleaved. dialect: with the names of this layer."""
+    """Return a layer's expert tensors by name, gates and ups interleaved. dialect: with the names of this layer."""
     if isinstance(experts, NativeExperts | TiledExperts):
         raise TypeError("a model packed for the kernels cannot be saved; load it for 'xla'")
     names, count, width, hidden = dialect.names, config.num_experts, config.expert_width, config.hidden_size
     bias = np.asarray(experts.gate_up_bias)
-    matrices, pairs = [], []  # of gate and up, of down: [E, inputs, outputs]; MXFP4 (blocks, scales)
+    # for (gate and up, down): matrices [E, inputs, outputs], or pairs (blocks, scales) of MXFP4
+    matrices, pairs = [], []
     if isinstance(experts, PackedExperts):
         packed = ((experts.gate_up_blocks, experts.gate_up_scales), (experts.down_blocks, experts.down_scales))
         pairs = [(np.asarray(blocks), np.asarray(scales)) for blocks, scales in packed]

@@ -1,7 +1,7 @@
-"""Attention over packed training rows, block by block.
+"""Attend within packed training rows, block by block.
 
-Equals `peagle.ops.attention` under the mask of `target.model.forward`. Several times faster on a CPU, because scores
-stay in cache and fully masked blocks are skipped.
+Equals the attention of `target.model.forward`, and is several times faster on a CPU: scores stay in the cache, and
+fully masked blocks are skipped.
 """
 
 import jax
@@ -51,7 +51,7 @@ def packed_attention(
 def _one_group(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks: jax.Array, window: int | None
 ) -> jax.Array:
-    """Attend with the query heads of one kv head: q [T, R, H], already scaled, k and v [T, H]."""
+    """Attend by the query heads of one kv head: q [T, R, H], already scaled, k and v [T, H]."""
     width, repeat, head_dim = q.shape
     index = jnp.arange(width, dtype=jnp.int32)
     blocks = []
