@@ -5,9 +5,9 @@
     propose           P-EAGLE: one pass over the rows committed last and K - 1 mask slots
     propose_in_turn   EAGLE-3: one pass over the rows committed last, then K - 1 passes over the latest draft
 
-Tokens shift against positions: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and predicts
-token[p+2]. A mask slot is (embedding of mask_token_id, fc(mask_hidden)). The row of a draft is (its embedding, the last
-layer's output at the row before). Every pass runs `run_layers` with its own `attend`.
+Row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and predicts token[p+2]. A mask slot is
+(embedding of mask_token_id, fc(mask_hidden)). The row of a draft is (its embedding, the last layer's output at the row
+before). Every pass runs `run_layers` with its own `attend`.
 """
 
 import functools
@@ -48,12 +48,12 @@ def forward(
     depth: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T U"]:
-    """Return a P-EAGLE drafter's logits of every row (anchor, depth), without a cache.
+    """Compute a P-EAGLE drafter's logits of every row (anchor, depth), without a cache.
 
     Attention is masked by `group_causal_mask`. A row of depth 0 at anchor p holds token[p+1] and aux_hidden[p]; a row
     of depth > 0 holds the mask token and mask_hidden instead. Row (p, d) has RoPE position p + d and predicts token[p +
-    d + 2]. Rows of negative anchor are padding. With segments, rows attend within their own only, and anchors may
-    repeat across segments.
+    d + 2]. Rows of negative anchor are padding. With segments, rows attend within their own segment only, and anchors
+    may repeat across segments.
     """
     mask = group_causal_mask(anchor, depth)
     if segment_ids is not None:
@@ -77,8 +77,8 @@ def forward(
 def cache_groups(config: DrafterConfig, retain_full_kv: bool = False) -> tuple[CacheGroup, ...]:
     """Group the layers by what their caches keep. retain_full_kv: windowed layers keep all positions, too.
 
-    The row at position p has index p + 1, because it holds token p + 1: so the content of a page depends only on its
-    own tokens and on those before it. Index 0 stays empty.
+    The row at position p holds token p + 1 and has index p + 1, so the content of a page depends only on its own tokens
+    and on those before. Index 0 stays empty.
     """
     windows = [None if retain_full_kv else config.window(layer) for layer in range(config.num_layers)]
     return group_layers(windows, offset=1)
@@ -96,8 +96,8 @@ def absorb(
     """Write committed rows to the cache, without proposing.
 
     token_ids are already shifted: the row at position p is (token[p+1], aux_hidden[p]). Rows of negative position are
-    inactive and never written. Example: of a prompt of P tokens, rows 0..P-2 can be written; row P-1 needs the first
-    sampled token and comes with the first `propose`.
+    inactive: they are not written. Example: of a prompt of P tokens, rows 0..P-2 can be written; row P-1 needs the
+    first sampled token and comes with the first `propose`.
     """
     # XLA drops the last layer's work after its keys and values, because nothing reads it
     hidden = project_aux(params, config, aux_hidden.astype(params.dtype), positions)
@@ -114,8 +114,8 @@ def lay_out_rows(
 ) -> Rows:
     """Lay out the F+K-1 rows of one proposing pass: C = num_committed committed rows, K-1 mask slots, padding.
 
-    Positions are consecutive. Draft i is read from row C-1+i. With F = K+1, the most that one step commits, a pass has
-    2K rows. If widths are given, sequence b proposes widths[b] <= K drafts and its further mask slots are padding.
+    Positions are consecutive. Row C-1+i predicts draft i. With F = K+1, the most that one step commits, a pass has 2K
+    rows. widths: sequence b proposes widths[b] <= K drafts, and its further mask slots are padding; None: K.
 
     Example (the rows of vLLM's own test; K = 3, mask id M): C = 3 committed rows 11 12 100 from position 5, and C = 4,
     21 22 23 200, from 10:
@@ -126,9 +126,8 @@ def lay_out_rows(
         token_ids    21   22   23   200  M    M        draft_rows 3 4 5
         positions    10   11   12   13   14   15
 
-    A padding row is inactive: it has no position and writes nothing. The mask slots' cache entries are overwritten
-    before they are read: a query attends to earlier positions, and its own pass writes every position between the
-    committed rows and the query.
+    A padding row is inactive: it has no position and writes nothing. The cache entries of mask slots are overwritten
+    before any later pass reads them, because a pass writes every position from its committed rows to its last query.
     """
     width = token_ids.shape[1] + num_drafts - 1
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -158,9 +157,9 @@ def propose(
     """Propose K drafts in one pass of F+K-1 rows; return (logits over the draft vocabulary, the cache).
 
     The cache holds rows 0..first_position-1 before the pass, and also the input's committed rows after it. Later
-    entries are dead (`lay_out_rows`), so rejected drafts need no rollback. Draft i predicts token[first_position + num
-    + 1 + i]; ignore logits of drafts from widths[b] on. A sequence of negative first_position is inactive: it writes
-    nothing; ignore its logits.
+    entries are never read (`lay_out_rows`), so rejected drafts need no rollback. Draft i predicts token[first_position
+    + num + 1 + i]; ignore logits of drafts from widths[b] on. A sequence of negative first_position is inactive: it
+    writes nothing; ignore its logits.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
@@ -184,15 +183,14 @@ def propose_in_turn(
 ) -> tuple[Chosen, PagedCache]:
     """Propose K drafts in K passes; return (drafts as ids of the target's vocabulary with confidence, the cache).
 
-    The first pass covers the committed rows, each later pass one draft; the last draft needs none. Row
+    The first pass covers the committed rows, each later pass the draft before; the last draft needs no row. The row at
     first_position + num - 1 + i, i >= 1, is (embedding of draft i-1, `next_input` of the row before) and predicts
     draft i. The cache and inactive sequences are as in `propose`.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
     num, first = drafter_input.num, drafter_input.first_position
-    # a layout of one draft has no mask slots
-    rows = lay_out_rows(drafter_input.token_ids, num, first, 1, 0)
+    rows = lay_out_rows(drafter_input.token_ids, num, first, 1, 0)  # for one draft: no mask slots
     real = jnp.where(rows.committed, 0, -1)
     hidden = project_aux(params, config, drafter_input.aux_hidden.astype(params.dtype), real)
     drafts, confidence = [], []
@@ -225,7 +223,7 @@ def to_target_ids(params: DrafterParams, draft_ids: Int[Array, "B K"]) -> Int[Ar
 
 
 def mask_token_of(config: DrafterConfig) -> int:
-    """Return the token of a P-EAGLE drafter's mask slots. Raises ValueError for an EAGLE-3 drafter."""
+    """Return the token of mask slots. Raises ValueError for an EAGLE-3 drafter."""
     if config.mask_token_id is None:
         raise ValueError("an EAGLE-3 drafter has no mask slots; it proposes in turn")
     return config.mask_token_id
@@ -290,10 +288,7 @@ def project_aux(
     aux_hidden: Float[Array, "B T A"],
     positions: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Project aux_hidden (or mask_hidden) by fc, after the config's norm, if any.
-
-    Ignore the result of rows of negative position.
-    """
+    """Project aux_hidden (or mask_hidden) by fc, after the config's norm, if any. Ignore rows of negative position."""
     if config.aux_norm is not None and params.aux_norm is not None:
         groups = config.num_taps if config.aux_norm == "per_tap" else 1
         parts, weights = jnp.split(aux_hidden, groups, axis=-1), jnp.split(params.aux_norm, groups)
@@ -313,8 +308,8 @@ def run_layers(
 ) -> jax.Array:
     """Return the residual stream after the last layer [B, T, D], from each row's token and fc output.
 
-    With `output_rows`, return only those [B, K, D]: the last layer then computes only keys and values for the others.
-    Ignore the result of a negative index.
+    output_rows: return only these rows [B, K, D]; of the others the last layer computes only keys and values. Ignore
+    the result of a negative index.
     """
     eps = config.rms_norm_eps
     product = functools.partial(linear, implementation=params.implementation)
@@ -367,6 +362,6 @@ def head(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T U"]:
-    """Compute the logits of rows, over the draft vocabulary. Ignore those of a row of negative position."""
+    """Compute the logits over the draft vocabulary. Ignore rows of negative position."""
     norm = Norm(params.norm, config.rms_norm_eps)
     return linear(x, params.lm_head, norm=norm, positions=positions, implementation=params.implementation)

@@ -1,4 +1,4 @@
-"""The engine's view of a drafter: PEagle, Eagle3 and DFlash match peagle's Drafter protocol without importing it."""
+"""The engine's view of a drafter: PEagle, Eagle3 and DFlash satisfy peagle.protocols.Drafter without importing it."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeAlias
@@ -17,10 +17,7 @@ from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 
 @flax.struct.dataclass
 class _Cached:
-    """A drafter that reads aux_hidden and whose state is its own KV caches.
-
-    retain_full_kv: windowed layers keep all positions.
-    """
+    """A drafter with KV caches. retain_full_kv: windowed layers keep all positions."""
 
     params: DrafterParams
     config: DrafterConfig = flax.struct.field(pytree_node=False)
@@ -43,7 +40,7 @@ class _Cached:
 
     @property
     def trained_positions(self) -> int | None:
-        """Positions of config.json, if some layer sees all; None: windows keep RoPE's distances small."""
+        """The positions of config.json, if a layer sees all; None: windows keep RoPE's distances small."""
         windows = self.config.windows or (None,)
         return self.config.max_positions if None in windows else None
 
@@ -58,7 +55,7 @@ class _Cached:
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches with their own pages, for `capacity` positions of the target and a pass of rows."""
-        widest_write += self.most_drafts or 0  # a block has all its rows, however many drafts a pass returns
+        widest_write += self.most_drafts or 0  # a DFlash pass writes its whole block, for any number of drafts
         tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
         return PagedCache(self.init_pages([table.size for table in tables]), tables)
 
@@ -76,7 +73,7 @@ class _Cached:
 class _AtOnce(_Cached):
     """A drafter that computes the logits of all drafts in one pass.
 
-    with_logits: also return the logits over the target's vocabulary, for comparison.
+    with_logits: also return logits over the target's vocabulary, for comparison with a reference.
     """
 
     with_logits: bool = flax.struct.field(pytree_node=False, default=False)
@@ -108,7 +105,7 @@ class PEagle(_AtOnce):
 
 @flax.struct.dataclass
 class Eagle3(_Cached):
-    """An EAGLE-3 drafter: one pass per draft, which reads the draft chosen from the pass before."""
+    """An EAGLE-3 drafter: one pass per draft, which reads the draft before."""
 
     def propose(
         self,

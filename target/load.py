@@ -41,9 +41,9 @@ from target.dialects import (
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 from target.shard import ModelShard, Rank, TensorKind
 
-# Up to this many experts per selected one, dense experts are concatenated in two matrices (FusedExperts), which computes
-# the unselected experts, too, and saves every gather. At 8 experts top-4 the plain matmuls win at any number of rows; at
-# 32 top-4 a decoded token would read eight times the weights it needs.
+# Up to this many experts per selected one, dense experts are concatenated in two matrices (FusedExperts). That computes
+# the unselected experts, too, and saves every gather. At 8 experts top-4 the plain matmuls win at any number of rows.
+# At 32 top-4 a decoded token would read eight times the weights it needs.
 FUSED_UP_TO = 4
 _MEMORY_SHARE = 0.8  # of the free memory; the rest is for caches, activations and other processes
 WHOLE = Rank()
