@@ -14,7 +14,8 @@ def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str, field: str 
     """Raise InputError for aux layers that a drafter cannot read. who: where the ids come from; field: of the error."""
     if len(ids) != num_taps:
         raise InputError(
-            f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_taps}; expected one id for each",
+            f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_taps}; expected one id for "
+            "each",
             field,
         )
     if len(set(ids)) < len(ids):

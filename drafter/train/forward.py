@@ -1,19 +1,19 @@
 """Compute a drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
-A row attends only to the context, rows of depth 0 up to its anchor, and to its own chain
+A row attends only to the context, which is the rows of depth 0 up to its anchor, and to its own chain
 (peagle.ops.mask.group_causal_mask), within its window if the layer has one. A P-EAGLE drafter runs all rows in one
-pass, an EAGLE-3 drafter one depth after the other. So attention is two pieces under one softmax: every row against the
-T context keys, and row (chain, d) against the d keys of its own chain. With chains longest first
-(drafter/train/cod.py), those are at the same index in each of the depth 1..d blocks:
+pass, an EAGLE-3 drafter one depth after the other. So one softmax has two kinds of scores: every row against the T
+context keys, and row (chain, d) against the d keys of its own chain. Chains are sorted longest first
+(drafter/train/cod.py), so these are at the same index in the blocks of depth 1..d:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
 
-There are rows * (T + D) scores instead of rows^2, and long sequences hold only a block's in memory. The result equals
-drafter.model.forward for P-EAGLE, and the float64 reference for EAGLE-3 (tested).
+There are rows * (T + D) scores instead of rows^2, and in long sequences only those of one block are in memory. Tests
+compare the result with drafter.model.forward for P-EAGLE, and with the float64 reference for EAGLE-3.
 
 A DFlash drafter (`forward_blocks`) has no rows of depth 0: its context has only keys and values. Its chains are blocks
-of D + 1 rows, and a row attends to all of its own.
+of D + 1 rows, and a row attends to all rows of its block.
 """
 
 import functools
@@ -33,7 +33,7 @@ from peagle.ops.linear import embed, linear
 from peagle.ops.norm import rms_norm
 from peagle.ops.rope import rope_tables
 
-CONTEXT_BLOCK = 128  # context rows that are scored together; skips keys after them and before their windows
+CONTEXT_BLOCK = 128  # context rows whose scores are computed together, without keys after them or before their windows
 # From this many tokens on, loops on the device run over blocks, sequences and kv heads, and recompute a block's scores
 # for its gradient instead of keeping them: memory is that of one block.
 LONG = 1024
@@ -162,7 +162,7 @@ def _in_turn(
 ) -> Float[Array, "B R D"]:
     """Compute EAGLE-3: one pass per depth, over each chain's last hidden state and the true next token.
 
-    This is training-time test (arXiv 2503.01840).
+    This is the training-time test of arXiv 2503.01840.
     """
     width = segment_ids.shape[1]
     written: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_layers)]
@@ -206,11 +206,10 @@ def _attention(
 ) -> Float[Array, "B n N H"]:
     """Attend from the rows of one depth to the context up to their anchors, and to their own chain.
 
-    `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. depth:
-    how many positions the rows are after their anchors; None: the chain ends with them. A row attends to the last
-    `window` positions, itself included, and to what its chain holds after it; None: to all. Plain matrix products and
-    elementwise sums, one sequence and kv head at a time: on a CPU several times faster than batched products of such
-    small matrices.
+    chain: (keys, values) [B, n, G, H] by depth; empty for the context rows themselves. depth: how many positions the
+    rows are after their anchors; None: they end the chain. window: a row attends to the last `window` positions, itself
+    included, and to later rows of its chain; None: to all. Plain matrix products and elementwise sums, one sequence and
+    kv head at a time, are several times faster on a CPU than batched products of such small matrices.
     """
     batch, rows, heads, head_dim = query.shape
     if not rows:
@@ -266,7 +265,7 @@ def _one_long(
     segment_ids: Int[Array, " T"],
     reach: int | None,
 ) -> Float[Array, "n M H"]:
-    """Attend within one sequence and kv head, block after block, each against all of the context."""
+    """Attend within one sequence and kv head, in blocks of rows, each against the whole context."""
 
     def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         keys, values, segments = fixed
@@ -288,8 +287,8 @@ def _block(
 ) -> Float[Array, "n M H"]:
     """Attend from n rows (M query heads, scaled) to S context keys, from the key `first` on, and to their own chains.
 
-    A row attends to context keys up to its anchor, in its segment: the last `reach` of them; None: all. `chain` lists
-    (keys [n, H], values [n, H]) by depth, one key and value per row.
+    reach: a row attends to the last `reach` context keys up to its anchor, in its segment; None: to all. chain: (keys
+    [n, H], values [n, H]) by depth, one key and value per row.
     """
     count, heads, head_dim = query.shape
     keys = key.shape[0]

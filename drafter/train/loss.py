@@ -1,7 +1,7 @@
-"""The drafter's loss over all rows.
+"""Compute the drafter's loss over all rows.
 
-A row's label comes from the target (its distribution, or its best tokens if the data stores those, and its best token)
-or from the data (the token itself).
+A row's label is the target's distribution (or its n best tokens, if the data stores those) and its best token, or the
+token in the data.
 """
 
 import functools
@@ -19,7 +19,7 @@ from drafter.train.forward import forward_blocks, forward_chains, rows_of
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
 
-CHUNK_BYTES = 64_000_000  # of logits in memory at once: with a large vocabulary all rows' do not fit
+CHUNK_BYTES = 64_000_000  # logits in memory at once: with a large vocabulary those of all rows do not fit
 
 
 @flax.struct.dataclass
@@ -36,9 +36,9 @@ class Labels:
 
 @flax.struct.dataclass
 class Sums:
-    """Sums over kept rows, so that parts of a batch add up: the loss, and by depth the hits and the rows.
+    """Sums over counted rows, so that parts of a batch add up: the loss, and by depth the hits and the rows.
 
-    A hit: the drafter's best token is the target's.
+    Hit: the drafter's best token is the target's.
     """
 
     loss: jax.Array
@@ -62,7 +62,7 @@ def labels_of_best(
     draft_to_target: Int[Array, " U"] | None,
     vocab_size: int,
 ) -> Labels:
-    """Make labels from the target's n best tokens, best first; the rest's probability is spread over these."""
+    """Make labels from the target's n best tokens, best first. Their probabilities are normalised to a sum of 1."""
     draft_ids = ids if draft_to_target is None else _to_draft(draft_to_target, vocab_size)[ids]
     probs = jnp.where(draft_ids < 0, 0.0, jnp.exp(logits - log_total[:, :, None]))
     probs = probs / jnp.maximum(jnp.sum(probs, axis=-1, keepdims=True), 1e-9)
@@ -93,10 +93,10 @@ def chain_loss(
 ) -> Sums:
     """Compute the loss of one part of the sequence, by default all of it.
 
-    token_ids are the sequence itself, unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row a +
-    d + 1. A row counts if its token is trained and in the anchor's segment, d <= its reach, and the drafter can propose
-    its label; at depth 0 only if part[0] <= a < part[1]. Positions from part[1] on are not read (drafter/train/cod.py).
-    draft_decay: the loss of draft d counts exp(-d / draft_decay).
+    token_ids are unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row a + d + 1. A row counts
+    if its token is trained and in the anchor's segment, d <= its reach, and the drafter can propose its label; at depth
+    0 only if part[0] <= a < part[1]. The drafter reads no positions from part[1] on (drafter/train/cod.py).
+    draft_decay: the loss of draft d is weighted by exp(-d / draft_decay).
 
     A DFlash drafter's chain is a block, whose draft d is row d of its chain; there are no other rows.
     """
@@ -141,7 +141,7 @@ def chain_loss(
 def _of_rows(
     loss: str, eps: float, fixed: tuple[Any, jax.Array, Labels], rows: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute (losses, hits, kept), each [n], of some rows of one sequence; fixed: (lm_head, norm, labels)."""
+    """Compute (losses, hits, counted), each [n], of rows of one sequence. fixed: (lm_head, norm, labels)."""
     lm_head, norm, labels = fixed
     hidden, at, token, kept = rows
     logits = linear(hidden[None], lm_head, norm=Norm(norm, eps))[0]
@@ -161,7 +161,7 @@ def losses_of_rows(
     ids: Int[Array, "n m"] | None,
     token: Int[Array, " n"],
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """Compute (each row's loss, 1 if the row has a label that the drafter can propose, else 0)."""
+    """Compute (each row's loss, 1 if the drafter can propose the row's label, else 0)."""
 
     def hard(label: jax.Array) -> tuple[jax.Array, jax.Array]:
         picked = jnp.take_along_axis(log_probs, jnp.maximum(label, 0)[:, None], axis=-1)[:, 0]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.dialects import DRAFTS_ELSEWHERE, PACKAGE, VLLM, Dialect, refused_by
+from drafter.dialects import DEFAULT_DRAFTS, PACKAGE, VLLM, Dialect, refused_by
 from drafter.load import load_drafter, save_drafter, shared_tensors, sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, LOG, read_log
@@ -218,7 +218,7 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
         lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
     elif dialect == "vllm":
         kind = "peagle" if config.parallel else "eagle3"
-        served = {"method": "eagle3", "model": ".", "num_speculative_tokens": DRAFTS_ELSEWHERE[kind]}
+        served = {"method": "eagle3", "model": ".", "num_speculative_tokens": DEFAULT_DRAFTS[kind]}
         if config.parallel:
             served["parallel_drafting"] = True
         lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
