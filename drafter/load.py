@@ -274,9 +274,9 @@ def _draft_to_target(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarra
 
 
 STORE_OFFSETS = "store d2t - arange(len(d2t)) as d2t"
-_RARE = (
-    20.0  # a random map has no neighbouring ids with probability exp(-size^2 / vocabulary): below exp(-20) it is wrong
-)
+# Of `size` random tokens no two are neighbours with probability exp(-size^2 / vocab_size). Below exp(-20) such a map is
+# no accident.
+_RARE = 20.0
 
 
 def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:

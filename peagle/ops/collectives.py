@@ -1,6 +1,6 @@
-"""The ranks of a model that is cut over several devices: sum their partial results, concatenate their parts.
+"""Sum and gather over the ranks of a model that is sharded over several devices.
 
-For code inside one `jax.shard_map` over the ranks (peagle.parallel). A whole model has no Ranks.
+For code inside a `jax.shard_map` over the ranks (peagle.parallel). A model on one device has no Ranks.
 """
 
 import dataclasses

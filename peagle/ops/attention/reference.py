@@ -68,7 +68,7 @@ def attention(
     if sinks is not None:
         total = total + jnp.exp(sink - peak)
     probs = (weights / total).astype(value.dtype)
-    # 0 times NaN is NaN: unseen rows may hold a failed request's
+    # unseen rows may hold a failed request's NaN, and 0 * NaN is NaN
     value = jnp.where(mask.any(axis=1)[:, :, None, None], value, jnp.zeros((), value.dtype))
     out = jnp.einsum("bgrts,bsgh->btgrh", probs, value, preferred_element_type=jnp.float32)
     return out.astype(query.dtype).reshape(batch, width, heads, head_dim)
@@ -84,8 +84,8 @@ def online_attention(
 ) -> Float[Array, "B T N H"]:
     """Compute `attention` over the keys, values and masks that load(begin) .. load(end - 1) return.
 
-    An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). The
-    sink is one more score, the first.
+    An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). A sink
+    is the first score.
     """
     batch, width, heads, head_dim = query.shape
     repeat = heads // groups
