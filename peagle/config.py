@@ -1,8 +1,8 @@
 """Every setting of the system, declared and checked once. Without JAX.
 
 SamplingParams: how tokens are sampled. LoadConfig: which models, and how they are loaded. EngineConfig: how requests
-are decoded. Each is a group of command-line options, keyword arguments of the Python interface and a section of
-configuration files. The docstring below a field is the help of its flag.
+are decoded. Each is a group of command-line options, of keyword arguments in Python and of keys in configuration files.
+The docstring below a field is the help of its flag.
 """
 
 import dataclasses
@@ -32,16 +32,16 @@ from peagle.ops.sizes import PrefixCacheSize, parse_size
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or unsigned, as OpenAI and vLLM take them
 MOST_BIASES = 300  # per slot; the limit of OpenAI's API
-GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
-HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
+GREEDY_BELOW = 1e-5  # temperature; at 1e-5 the smallest difference of two float32 logits near 10 becomes 0.1
+HOTTEST = 1e30  # temperature; float32 holds it and its reciprocal, by which XLA multiplies
 LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
 DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens per prefill pass; a GPU multiplies more rows in the same time
-MOST_SLOTS = 1 << 16  # more than any memory holds; a larger number is a slip
-MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
+MOST_SLOTS = 1 << 16  # more than any memory holds
+MAX_NUM_DRAFTS = 128  # no acceptance length pays for a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
-MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
-KEPT_PREFIXES = (  # the help of --prefix-cache in commands with many requests
+MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # characters
+KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
     "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more "
     "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
 )
@@ -72,7 +72,7 @@ def read_num_drafts(typed: str) -> NumDrafts:
 
 
 def most_by_auto(typed: str) -> int | None:
-    """Return N, the most drafts of a step, of auto:N; None for auto, which decides it. Raises InputError otherwise."""
+    """Return N, the most drafts of a step, of auto:N; None for auto. Raises InputError for anything else."""
     auto, colon, most = typed.partition(":")
     if auto != AUTO or (colon and not (most.isascii() and most.removeprefix("-").isdecimal())):
         message = f"K is {typed!r}; expected a number of drafted tokens, auto, or auto:N for at most N of them"
@@ -84,7 +84,7 @@ def most_by_auto(typed: str) -> int | None:
 
 
 def named_drafts(k: NumDrafts) -> int | None:
-    """Return the drafts of a step that K names, all of them or the most; None: the drafter's files decide."""
+    """Return the drafts of a step, or the most, that K sets; None: the drafter's files decide."""
     return most_by_auto(k) if isinstance(k, str) else k
 
 
@@ -117,7 +117,7 @@ def read_prefix_cache(typed: str) -> PrefixCacheSize | None:
 
 
 def read_kept_prefixes(typed: str) -> PrefixCacheSize:
-    """Read bytes, on or off, in commands with many requests: auto is on. Raises InputError for anything else."""
+    """Read bytes, on or off, for commands with many requests: auto is on. Raises InputError for anything else."""
     size = read_prefix_cache(typed)
     return "on" if size is None else size
 
@@ -130,7 +130,7 @@ def _read_size(typed: str, field: str, others: str) -> int:
 
 
 def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
-    """Raise InputError for an impossible K; plain: K = 0 is possible. instead: ends the message."""
+    """Raise InputError for an impossible K. plain: K = 0 is possible. instead: the end of the message."""
     if not (0 if plain else 1) <= k <= MAX_NUM_DRAFTS:
         least = "0 (plain decoding)" if plain else "1"
         message = f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}"
@@ -138,7 +138,7 @@ def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
 
 
 def check_block(num_drafts: int, most_drafts: int | None, drafter: str = "the drafter") -> None:
-    """Raise InputError for more drafts than a drafter's block has. most_drafts None: any number."""
+    """Raise InputError for more drafts than a DFlash block has. most_drafts None: any number is possible."""
     if most_drafts is not None and num_drafts > most_drafts:
         raise InputError(
             f"K is {num_drafts}; expected at most {most_drafts}, since a block of {drafter} has {most_drafts + 1} "
@@ -198,10 +198,10 @@ def field_types(kind: type[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one request.
+    """How one request is sampled.
 
-    All of it acts on the target's logits, before acceptance: min_tokens, biases and penalties (peagle.engine.adjust),
-    then temperature, top-k, top-p, min-p. Random numbers depend only on (seed, the request's index, position): never on
+    Everything acts on the target's logits, before acceptance: min_tokens, biases and penalties (peagle.engine.adjust),
+    then temperature, top-k, top-p, min-p. Random numbers depend only on (seed, the request's index, position), never on
     other requests, slot or time.
     """
 
@@ -318,7 +318,7 @@ def check_logprobs(count: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """What ends an answer, and which log-probabilities it reports."""
+    """When an answer ends, and which log-probabilities it has."""
 
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
     """Maximum tokens of a response."""
@@ -379,14 +379,14 @@ class LoadConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `peagle.load`, without the models."""
+        """The keyword arguments of `peagle.load`."""
         beside = ("target", "drafter", "download", "coordinator", "process_id", "num_processes")
         return {name: value for name, value in vars(self).items() if name not in beside}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine decodes, as users set it. A pair decides the rest (`Pair.resolve`)."""
+    """How an engine decodes, as users set it. `Pair.resolve` decides the defaults."""
 
     num_speculative_tokens: Annotated[
         NumDrafts, Flag(SPECULATION, "K|auto|auto:N", ("-k", "--num-speculative-tokens"), read_num_drafts)
@@ -458,5 +458,5 @@ class EngineConfig:
 
     @property
     def blocked(self) -> BlockedPrefill | None:
-        """The blocks of a prompt that is prefilled at once; None: in chunks."""
+        """The blocks of a prompt that is prefilled in one pass; None: chunks."""
         return BlockedPrefill(self.query_blocks, self.ffn_blocks) if self.prefill == "blocked" else None

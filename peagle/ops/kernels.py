@@ -6,9 +6,9 @@ import jax
 
 from peagle.ops import cuda, native
 
-# An argument of every op with several implementations. A name means this implementation or an InputError. None means the
-# CUDA kernels if they run here and take the operands, else XLA. The native CPU kernels run only by name or for weights
-# that were packed for them, so that all sums of a model are computed in one way.
+# An argument of every op with several implementations. A name means this implementation or an InputError. None means
+# the CUDA kernels if they run here and take the operands, else XLA. The native CPU kernels run only by name or for
+# weights that were packed for them, so that all sums of a model are computed in one way.
 Implementation: TypeAlias = Literal["native", "cuda", "xla"]
 
 

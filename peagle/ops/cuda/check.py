@@ -15,8 +15,8 @@ from peagle.ops.norm import Norm, rms_norm
 
 EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
 SMALL, LARGE = 121, 128  # the first of four scales; scales above 128 take another code path
-# of `experts`, (rows, width, scales): few rows (one and two tiles, several rounds of loads), then many rows (one or more
-# tiles of an expert)
+# of `experts`, (rows, width, scales): few rows (one and two tiles, several rounds of loads), then many rows (one tile
+# of an expert, or several)
 CASES = (
     *((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (16, 160, SMALL)),
     *((17, 1632, SMALL), (70, 160, SMALL), (200, 160, LARGE)),

@@ -3,9 +3,9 @@
     python -m peagle.ops.native [--all]
 
 Installing the package runs this if there is a C++ compiler (hatch_build.py), so this module imports only the standard
-library. It compiles this machine's best instruction set and the portable one, which detects what a machine runs. --all,
-or PEAGLE_INSTRUCTION_SETS=all while installing, compiles every set, for tests and for wheels. Run the command after an
-installation without a compiler, or for another jaxlib. The CUDA kernels themselves are compiled at their first use
+library. It compiles this machine's best instruction set, and the portable one, which also detects what a machine runs.
+--all, or PEAGLE_INSTRUCTION_SETS=all while installing, compiles every set, for tests and wheels. Run the command after
+an installation without a compiler, or for another jaxlib. The CUDA kernels are compiled at their first use
 (peagle.ops.cuda).
 """
 
@@ -51,13 +51,13 @@ def library(isa: str, directory: Path = HERE) -> Path:
 
 
 def instruction_sets() -> dict[str, tuple[str, ...]]:
-    """List the instruction sets of this kind of machine, best first, with their compiler flags."""
+    """List the instruction sets of this processor architecture, best first, with their compiler flags."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return {**(_X86 if x86 else {}), "portable": ()}
 
 
 def sets_of_this_machine() -> dict[str, tuple[str, ...]]:
-    """Return the best of `instruction_sets` that this machine runs, and the portable one; all if unknown."""
+    """Return the best of `instruction_sets` that this machine runs, and the portable set; all if unknown."""
     sets = instruction_sets()
     try:
         flags = re.search(r"^flags\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
@@ -119,10 +119,7 @@ def build_launcher() -> list[Path]:
 
 
 def compile_library(path: Path, sources: list[Path], *flags: str) -> Path:
-    """Compile the sources to a shared library at `path`, whole or not at all; return the path.
-
-    Raises BuildError with the compiler's first error.
-    """
+    """Compile the sources to a shared library at `path`, whole or not at all; return the path. Raises BuildError."""
     cxx, include = compiler(), headers()
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     unique = () if "clang" in version else ("-fno-gnu-unique",)
