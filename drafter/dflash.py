@@ -1,4 +1,4 @@
-"""Run a DFlash drafter: one pass over a block of the pending token and mask slots, which all see each other.
+"""Lay out a DFlash drafter's pass (propose.py): a block of the pending token and mask slots that all see each other.
 
 The target has read tokens 0 .. m-1; token m is pending. A row of the context is a projection of aux_hidden, the same
 for every layer, without a token. A row of the block is a token, without aux_hidden:
@@ -18,8 +18,6 @@ has index p + 1: so the pages of all drafters become final at the same time.
 Sources: arXiv 2602.06036; z-lab/dflash; vllm qwen3_dflash.py.
 """
 
-from collections.abc import Sequence
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -28,11 +26,8 @@ from jaxtyping import Array, Bool, Float, Int
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from peagle.ops.attention import CacheGroup, PagedCache
-from peagle.ops.linear import embed, linear
 from peagle.ops.messages import DrafterInput
 from peagle.ops.norm import rms_norm
-from peagle.ops.rope import rope_tables
 
 
 @flax.struct.dataclass
@@ -84,62 +79,3 @@ def project_context(
     """Project aux_hidden to the input of every layer's keys and values. Ignore rows of negative position."""
     assert params.hidden_norm is not None
     return rms_norm(model.project_aux(params, config, aux_hidden, positions), params.hidden_norm, config.rms_norm_eps)
-
-
-def absorb(
-    params: DrafterParams,
-    config: DrafterConfig,
-    aux_hidden: Float[Array, "B T A"],
-    positions: Int[Array, "B T"],
-    cache: PagedCache,
-    groups: Sequence[CacheGroup],
-) -> PagedCache:
-    """Write context rows to the cache. Rows of negative position are inactive: they are not written."""
-    context = project_context(params, config, aux_hidden.astype(params.dtype), positions)
-    nothing = jnp.full_like(positions, -1)
-    attend, written = model.attend_to(params, config, cache, groups, positions, until=nothing)
-    cos, sin = rope_tables(config.rope, positions, params.dtype, implementation=params.implementation)
-    for layer, p in enumerate(params.layers):
-        qkv = linear(context, p.qkv, p.qkv_bias, positions=positions, implementation=params.implementation)
-        attend(layer, model.norm_heads(qkv, p, config), cos, sin)
-    return written()
-
-
-def propose(
-    params: DrafterParams,
-    config: DrafterConfig,
-    drafter_input: DrafterInput,
-    widths: Int[Array, " B"],
-    cache: PagedCache,
-    groups: Sequence[CacheGroup],
-    num_drafts: int,
-) -> tuple[Float[Array, "B K U"], PagedCache]:
-    """Propose K drafts in one pass; return (logits over the draft vocabulary, the cache).
-
-    The cache holds the context 0 .. first_position-1 before the pass, and also the input's rows after it. Draft i
-    predicts token[first_position + num + 1 + i]; ignore logits of drafts from widths[b] on. A sequence of negative
-    first_position is inactive: it writes nothing; ignore its logits. Raises ValueError for more drafts than a block has
-    mask slots.
-    """
-    assert config.block_size is not None
-    if not 1 <= num_drafts < config.block_size:
-        raise ValueError(f"{num_drafts} drafts; expected 1 to {config.most_drafts}, the mask slots of a block")
-    rows = lay_out_block(drafter_input, widths > 0, config.block_size, model.mask_token_of(config))
-    num_context = drafter_input.token_ids.shape[1]
-    aux_hidden, before = drafter_input.aux_hidden.astype(params.dtype), rows.positions[:, :num_context]
-    context = project_context(params, config, aux_hidden, before)
-    positions = rows.positions[:, num_context:]
-    attend, written = model.attend_to(params, config, cache, groups, rows.positions, until=rows.until)
-    cos, sin = rope_tables(config.rope, rows.positions, params.dtype, implementation=params.implementation)
-    x = embed(params.embedding, rows.token_ids, params.dtype)
-    for layer, p in enumerate(params.layers):
-        read = jnp.concatenate([context, rms_norm(x, p.norm, config.rms_norm_eps)], axis=1)
-        qkv = linear(read, p.qkv, p.qkv_bias, positions=rows.positions, implementation=params.implementation)
-        out = attend(layer, model.norm_heads(qkv, p, config), cos, sin)[:, num_context:]
-        if layer == config.num_layers - 1:  # of the last layer's output only the first K drafts are read
-            out, x = out[:, 1 : num_drafts + 1], x[:, 1 : num_drafts + 1]
-            place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-            positions = jnp.where(place < widths[:, None], positions[:, 1 : num_drafts + 1], -1)
-        x = linear(out, p.out, p.out_bias, residual=x, positions=positions, implementation=params.implementation)
-        x = model.feed_forward(p, x, config.rms_norm_eps, positions, params.implementation)
-    return model.head(params, config, x, positions), written()

@@ -11,7 +11,7 @@ from drafter.dialects import is_drafter_config, named_aux_layers
 from drafter.dialects import parse_config as parse_drafter
 from drafter.load import doubtful_map
 from drafter.load import weight_bytes as drafter_weight_bytes
-from drafter.model import cache_groups as drafter_groups
+from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
 from peagle.checkpoints import DEMO, another_target, drafter_folder, drafter_speculation, or_demo, resolve
 from peagle.cli.info import Info

@@ -218,7 +218,7 @@ def routed_to(form: reference.Form) -> Callable[..., jax.Array]:
     def compute(
         x: jax.Array, logits: jax.Array, experts: Experts, top_k: int, limit: float, local: LocalExperts | None = None
     ) -> jax.Array:
-        return form(x, *route_top_k(logits, top_k, local), experts, limit)
+        return form(x, route_top_k(logits, top_k, local), experts, limit)
 
     return compute
 

@@ -110,14 +110,14 @@ def expert_mlp(
     dtype = x.dtype if dtype is None else dtype
     if isinstance(experts, FusedExperts):
         return reference.fused(x, route_dense(router_logits, top_k, local), experts, swiglu_limit).astype(dtype)
-    ids, weights = route_top_k(router_logits, top_k, local, positions)
+    choices = route_top_k(router_logits, top_k, local, positions)
 
     def run(form: reference.Form, *operands: Any) -> jax.Array:
         return form(*operands, swiglu_limit).astype(dtype)
 
     if implementation == "cuda":
-        return run(cuda.routed, x, ids, weights, experts)
-    few_choices = ids.size < experts.num_experts  # sorting them costs more than dequantising an expert for each
+        return run(cuda.routed, x, choices, experts)
+    few_choices = choices.ids.size < experts.num_experts  # sorting them costs more than dequantising an expert for each
     elsewhere: reference.Form = reference.selected if few_choices else reference.grouped
     # Not `grouped`: a GPU waits for the host at each turn of a loop of dynamic length, and there would be hundreds.
     on_gpu: reference.Form = reference.all_experts_in_turn
@@ -130,6 +130,6 @@ def expert_mlp(
     elif x.shape[0] >= BLOCKED_ROWS and 2 * top_k < experts.num_experts:
         on_gpu = reference.in_blocks
     out: jax.Array = jax.lax.platform_dependent(
-        x, ids, weights, experts, cuda=functools.partial(run, on_gpu), default=functools.partial(run, elsewhere)
+        x, choices, experts, cuda=functools.partial(run, on_gpu), default=functools.partial(run, elsewhere)
     )
     return out

@@ -7,7 +7,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
 from peagle.ops.cuda.pack import LARGEST_SCALE, pack
-from peagle.ops.expert_matmul.routing import combine
+from peagle.ops.expert_matmul.routing import Choices, combine
 from peagle.ops.expert_matmul.weights import PackedExperts, TiledExperts
 from peagle.ops.norm import Norm
 
@@ -19,21 +19,15 @@ def takes(x: jax.Array, experts: PackedExperts) -> bool:
     return x.shape[0] <= calls.MAX_ROWS and x.dtype == experts.gate_up_bias.dtype == jnp.bfloat16
 
 
-def routed(
-    x: BFloat16[Array, "T D"],
-    ids: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    experts: PackedExperts,
-    limit: float,
-) -> Float[Array, "T D"]:
+def routed(x: BFloat16[Array, "T D"], choices: Choices, experts: PackedExperts, limit: float) -> Float[Array, "T D"]:
     """Compute a `reference.Form` in float32. T is at most calls.MAX_ROWS.
 
     Experts that no id selects are not read. A row's bits depend neither on the other rows nor on their number.
     """
     gate_up = experts.gate_up_blocks, experts.gate_up_scales, experts.gate_up_bias
     down = experts.down_blocks, experts.down_scales, experts.down_bias
-    outputs = calls.experts(x, ids, gate_up, down, limit=limit)
-    return combine(outputs, ids, weights, experts.num_experts)
+    outputs = calls.experts(x, choices.ids, gate_up, down, limit=limit)
+    return combine(outputs, choices, experts.num_experts)
 
 
 def tiled_experts(experts: PackedExperts, top_k: int) -> PackedExperts | TiledExperts:

@@ -1,22 +1,22 @@
 """The mixture-of-experts op in plain XLA, one function per order of visiting the experts.
 
-Every `Form` takes the choices of `route_top_k`, whose ids from num_experts on select nothing.
+`fused` takes the dense weights of `route_dense`; every other function is a `Form`.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.expert_matmul.routing import combine
+from peagle.ops.expert_matmul.routing import Choices, combine
 from peagle.ops.expert_matmul.weights import ExpandedExperts, FusedExperts, PackedExperts
 from peagle.ops.mxfp4 import dequantize_on_device, products_on_device
 
-# (x [T, D], ids [T, k], weights [T, k], experts, SwiGLU limit) -> [T, D], in x's dtype or float32
-Form: TypeAlias = Callable[..., jax.Array]
+# (x [T, D], choices, experts, SwiGLU limit) -> [T, D], in x's dtype or float32
+Form: TypeAlias = Callable[[jax.Array, Choices, Any, float], jax.Array]
 ALPHA = 1.702  # openai/gpt-oss: the sigmoid's slope
 BLOCK_ROWS = 16  # of `grouped`; more would be padding in a chunk of 128 tokens, which has 16 per expert of 32
 
@@ -42,13 +42,10 @@ def fused(
 
 
 def selected(
-    x: Float[Array, "T D"],
-    ids: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    experts: PackedExperts | ExpandedExperts,
-    limit: float,
+    x: Float[Array, "T D"], choices: Choices, experts: PackedExperts | ExpandedExperts, limit: float
 ) -> Float[Array, "T D"]:
     """Compute one (row, selected expert) pair after the other; only selected experts are read."""
+    ids, weights = choices
 
     def one_pair(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         expert_id, row = pair
@@ -59,17 +56,12 @@ def selected(
     return jnp.sum(out * weights[:, :, None].astype(out.dtype), axis=1)
 
 
-def all_pairs(
-    x: Float[Array, "T D"],
-    ids: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    experts: PackedExperts,
-    limit: float,
-) -> Float[Array, "T D"]:
+def all_pairs(x: Float[Array, "T D"], choices: Choices, experts: PackedExperts, limit: float) -> Float[Array, "T D"]:
     """Compute all (row, selected expert) pairs at once: two fused sums and no loop.
 
     For accelerators, where a loop would launch a kernel per pair. An expert is read once per row that selected it.
     """
+    ids, weights = choices
     # an id that selects nothing has weight 0, so any expert will do
     e = jax.tree.map(lambda leaf: leaf[jnp.minimum(ids, experts.num_experts - 1).reshape(-1)], experts)
     rows = jnp.repeat(x, ids.shape[1], axis=0)
@@ -80,16 +72,13 @@ def all_pairs(
 
 
 def all_experts_in_turn(
-    x: Float[Array, "T D"],
-    ids: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    experts: PackedExperts | ExpandedExperts,
-    limit: float,
+    x: Float[Array, "T D"], choices: Choices, experts: PackedExperts | ExpandedExperts, limit: float
 ) -> Float[Array, "T D"]:
     """Compute all rows through one expert after the other.
 
     Each expert is read and dequantised once; one is in memory at a time.
     """
+    ids, weights = choices
 
     def body(total: jax.Array, step: tuple) -> tuple[jax.Array, None]:
         expert_id, expert = step
@@ -102,11 +91,7 @@ def all_experts_in_turn(
 
 
 def grouped(
-    x: Float[Array, "T D"],
-    ids: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    experts: PackedExperts | ExpandedExperts,
-    limit: float,
+    x: Float[Array, "T D"], choices: Choices, experts: PackedExperts | ExpandedExperts, limit: float
 ) -> Float[Array, "T D"]:
     """Compute each selected expert for the rows that selected it, in blocks of BLOCK_ROWS.
 
@@ -114,6 +99,7 @@ def grouped(
     blocks have one shape, so on CPU, where XLA's matmul treats the rows of one shape alike, a row's bits do not depend
     on other rows or their number. The loops have dynamic lengths, so reverse-mode differentiation fails.
     """
+    ids = choices.ids
     order, begins, ends = _by_expert(ids, experts.num_experts)
     row_of = jnp.pad(order // ids.shape[1], (0, BLOCK_ROWS))
 
@@ -136,22 +122,18 @@ def grouped(
 
     sorted_out = jnp.zeros((ids.size + BLOCK_ROWS, x.shape[1]), x.dtype)
     sorted_out, _ = jax.lax.scan(one, sorted_out, (experts, begins, ends))
-    return combine(_by_row(sorted_out, order, ids), ids, weights, experts.num_experts)
+    return combine(_by_row(sorted_out, order, ids), choices, experts.num_experts)
 
 
 def in_blocks(
-    x: Float[Array, "T D"],
-    ids: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    experts: PackedExperts | ExpandedExperts,
-    limit: float,
+    x: Float[Array, "T D"], choices: Choices, experts: PackedExperts | ExpandedExperts, limit: float
 ) -> Float[Array, "T D"]:
     """Compute blocks of rows of one expert each: `grouped` with a fixed number of blocks, the most there can be.
 
     For accelerators, which wait for the host at each turn of a loop of dynamic length. A block has up to twice the
     average rows per expert, so more than a third of all computed rows count; each block reads its expert anew.
     """
-    num_experts, size = experts.num_experts, BLOCK_ROWS
+    ids, num_experts, size = choices.ids, experts.num_experts, BLOCK_ROWS
     while size * num_experts < ids.size:
         size *= 2
     order, begins, ends = _by_expert(ids, num_experts)
@@ -172,7 +154,7 @@ def in_blocks(
 
     sorted_out = jnp.zeros((ids.size + size, x.shape[1]), x.dtype)
     sorted_out, _ = jax.lax.scan(one, sorted_out, (expert_of, starts))
-    return combine(_by_row(sorted_out, order, ids), ids, weights, num_experts)
+    return combine(_by_row(sorted_out, order, ids), choices, num_experts)
 
 
 def _by_expert(ids: Int[Array, "T K"], num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,10 +1,19 @@
 """Route rows to experts: from router logits to the selected experts and their weights."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.collectives import LocalExperts
+
+
+class Choices(NamedTuple):
+    """The experts that each row selected, and their weights. Ids from num_experts on select nothing."""
+
+    ids: jax.Array  # [T, k] int32
+    weights: jax.Array  # [T, k] float32
 
 
 def route_dense(logits: Float[Array, "T E"], top_k: int, local: LocalExperts | None = None) -> Float[Array, "T local"]:
@@ -29,8 +38,8 @@ def route_top_k(
     top_k: int,
     local: LocalExperts | None = None,
     positions: Int[Array, " T"] | None = None,
-) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Select experts; return (ids, weights), best first, with softmax over the selected logits only.
+) -> Choices:
+    """Select each row's experts, best first, with softmax over the selected logits only.
 
     local: ids count from the first local expert. A choice of another rank's expert, and every choice of a row of
     negative position, has the id num_experts (of the local ones) and weight 0.
@@ -43,12 +52,10 @@ def route_top_k(
         ids = ids - local.first
     if positions is not None:
         counted = counted & (positions[:, None] >= 0)
-    return jnp.where(counted, ids, num_experts), jnp.where(counted, weights, 0.0)
+    return Choices(jnp.where(counted, ids, num_experts), jnp.where(counted, weights, 0.0))
 
 
-def combine(
-    outputs: Float[Array, "T k D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"], num_experts: int
-) -> Float[Array, "T D"]:
-    """Sum each row's expert outputs by its weights. Choices of id num_experts add nothing, not even a NaN."""
-    weighted = jnp.where((ids < num_experts)[:, :, None], outputs * weights[:, :, None], 0.0)
+def combine(outputs: Float[Array, "T k D"], choices: Choices, num_experts: int) -> Float[Array, "T D"]:
+    """Sum each row's expert outputs by its weights. Ids from num_experts on add nothing, not even a NaN."""
+    weighted = jnp.where((choices.ids < num_experts)[:, :, None], outputs * choices.weights[:, :, None], 0.0)
     return jnp.sum(weighted, axis=1)
