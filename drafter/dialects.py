@@ -100,14 +100,13 @@ class Leaf(NamedTuple):
 def own_leaves(config: DrafterConfig) -> list[Leaf]:
     """List the parameters outside the layers, except embedding, head, mask_hidden and d2t."""
     taps, width = config.num_taps, config.target_hidden_size
-    if config.kind == "DFlash":
-        first = Leaf("fc", (FC,), (config.hidden_size,), config.aux_width)
-        return [first, *(Leaf(name, (f"{name}.weight",), (config.hidden_size,)) for name in ("hidden_norm", "norm"))]
     leaves = [
         Leaf("fc", (FC,), (config.hidden_size,), config.aux_width),
         Leaf("norm", ("norm.weight",), (config.hidden_size,)),
     ]
-    if config.aux_norm == "joint":
+    if config.kind == "DFlash":
+        leaves.append(Leaf("hidden_norm", ("hidden_norm.weight",), (config.hidden_size,)))
+    elif config.aux_norm == "joint":
         leaves.append(Leaf("aux_norm", ("input_norm.weight",), (config.aux_width,)))
     elif config.aux_norm == "per_tap":
         leaves.append(Leaf("aux_norm", tuple(f"fc_norm.{tap}.weight" for tap in range(taps)), (width,) * taps))

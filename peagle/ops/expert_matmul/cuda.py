@@ -32,9 +32,16 @@ def routed(x: BFloat16[Array, "T D"], choices: Choices, experts: PackedExperts, 
 
 def tiled_experts(experts: PackedExperts, top_k: int) -> PackedExperts | TiledExperts:
     """Lay out a layer's experts for a Hopper GPU; unchanged if its kernels do not run here or do not take them."""
-    if not takes_tiles(experts, top_k):
-        return experts
-    if max(int(scales.max()) for scales in (experts.gate_up_scales, experts.down_scales)) > LARGEST_SCALE:
+    (num_experts, outputs), width = experts.gate_up_bias.shape, experts.down_bias.shape[1]
+    takes = (
+        (outputs, width, top_k) == (2 * calls.TILED_WIDTH, calls.TILED_WIDTH, calls.TILED_TOP_K)
+        and num_experts <= calls.TILED_EXPERTS
+        and num_experts % 8 == 0
+        and experts.gate_up_bias.dtype == jnp.bfloat16
+        and cuda.has_tiles()
+        and max(int(scales.max()) for scales in (experts.gate_up_scales, experts.down_scales)) <= LARGEST_SCALE
+    )
+    if not takes:
         return experts
     return TiledExperts(
         _pack(experts.gate_up_blocks, experts.gate_up_scales),
@@ -45,18 +52,6 @@ def tiled_experts(experts: PackedExperts, top_k: int) -> PackedExperts | TiledEx
 
 
 _pack = jax.jit(pack)
-
-
-def takes_tiles(experts: PackedExperts, top_k: int) -> bool:
-    """Check that the kernels for Hopper GPUs run here and take experts of such shapes."""
-    (num_experts, outputs), width = experts.gate_up_bias.shape, experts.down_bias.shape[1]
-    return (
-        (outputs, width, top_k) == (2 * calls.TILED_WIDTH, calls.TILED_WIDTH, calls.TILED_TOP_K)
-        and num_experts <= calls.TILED_EXPERTS
-        and num_experts % 8 == 0
-        and experts.gate_up_bias.dtype == jnp.bfloat16
-        and cuda.has_tiles()
-    )
 
 
 def tiled(
