@@ -445,6 +445,10 @@ class EngineConfig:
             if self.prefill != "blocked" and getattr(self, name) is not None:
                 message = f"{name} is given, but prompts are prefilled in chunks; give --prefill blocked, too"
                 raise InputError(message, name)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check fields against each other; `ResolvedConfig` replaces these checks."""
         if self.prefill == "blocked" and self.prefill_chunk is not None:
             raise InputError(
                 "prefill is blocked, of a whole prompt at once, and --prefill-chunk is given; leave out one of them",
