@@ -82,7 +82,7 @@ class Record:
 
 
 @flax.struct.dataclass
-class _Stretch:
+class _Input:
     """The training input of whole rows, or of a range of positions of each."""
 
     token_ids: jax.Array  # [B, T]
@@ -118,7 +118,7 @@ def gradients_of(
     draft_to_target, partition, dtype = fixed.draft_to_target, recipe.partition, jnp.dtype(recipe.compute_dtype)
 
     def loss_of(
-        trained: DrafterParams, rows: _Stretch, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
+        trained: DrafterParams, rows: _Input, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
     ) -> tuple[jax.Array, Sums]:
         whole = trained if fixed.frozen is None else fixed.frozen.within(trained)
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), whole)
@@ -145,7 +145,7 @@ def gradients_of(
 
     gradient_of = jax.grad(loss_of, has_aux=True) if with_gradient else only_sums
     if config.context_reach is not None and recipe.parts > 1:
-        return _by_stretches(
+        return _part_by_part(
             lambda rows, *part: gradient_of(params, rows, _labels(config, draft_to_target, rows.target), *part),
             _nothing(recipe, params if with_gradient else ()),
             config.context_reach + 1,  # a part's first chain begins at the row before it
@@ -164,14 +164,14 @@ def gradients_of(
     return sums, gradient
 
 
-def _taught(teacher: Teacher | None, batch: Batch) -> _Stretch:
+def _taught(teacher: Teacher | None, batch: Batch) -> _Input:
     """Return the whole rows with the target's outputs, stored or computed now."""
     target = dict(batch.teacher)
     if "aux_hidden" not in target or "top_ids" not in target:
         assert teacher is not None
         logits, aux_hidden = teacher(batch.token_ids, batch.positions, batch.segment_ids)
         target |= {"aux_hidden": aux_hidden} if "top_ids" in target else {"aux_hidden": aux_hidden, "logits": logits}
-    return _Stretch(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
+    return _Input(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
 
 
 def _labels(config: DrafterConfig, draft_to_target: jax.Array | None, target: Mapping[str, jax.Array]) -> Labels:
@@ -181,18 +181,18 @@ def _labels(config: DrafterConfig, draft_to_target: jax.Array | None, target: Ma
     return labels_of_best(ids, logits, log_total, draft_to_target, config.vocab_size)
 
 
-def _by_stretches(
-    gradient_of: Callable[[_Stretch, jax.Array, jax.Array, _Part], tuple[Any, Sums]],
+def _part_by_part(
+    gradient_of: Callable[[_Input, jax.Array, jax.Array, _Part], tuple[Any, Sums]],
     none: tuple[Any, Sums],
     before: int,
     recipe: Recipe,
     counts: tuple[int, ...],
-    rows: _Stretch,
+    rows: _Input,
     chains: tuple[jax.Array, jax.Array],
 ) -> tuple[Sums, Any]:
     """Sum the parts' (gradient, sums) in a loop on the device, so that memory is that of one part.
 
-    A part's stretch holds its positions, `before` positions before them, and those after them with its labels. chains:
+    A part reads its positions, `before` positions before them, and those after them with its labels. chains:
     (anchors, reach) of all parts [parts, B, n]. none: the zeros that a part without a trained token adds.
     """
     width, span = recipe.width, recipe.width // recipe.parts
@@ -202,12 +202,12 @@ def _by_stretches(
         start, anchors, reach = piece
         place = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
         inside, taken = (place >= 0) & (place < width), jnp.clip(place, 0, width - 1)
-        stretch = jax.tree.map(lambda leaf: jnp.take(leaf, taken, axis=1), rows)
-        segment_ids = jnp.where(inside[None], stretch.segment_ids, 0)
-        stretch = stretch.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], stretch.trained, 0.0))
+        part_rows = jax.tree.map(lambda leaf: jnp.take(leaf, taken, axis=1), rows)
+        segment_ids = jnp.where(inside[None], part_rows.segment_ids, 0)
+        part_rows = part_rows.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], part_rows.trained, 0.0))
         result = jax.lax.cond(
-            jnp.any(stretch.trained[:, before + 2 :] > 0),  # the row at p predicts the token at p + 2
-            lambda: gradient_of(stretch, anchors - start + before, reach, part),
+            jnp.any(part_rows.trained[:, before + 2 :] > 0),  # the row at p predicts the token at p + 2
+            lambda: gradient_of(part_rows, anchors - start + before, reach, part),
             lambda: none,
         )
         return jax.tree.map(jnp.add, total, result), None
