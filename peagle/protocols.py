@@ -165,3 +165,12 @@ class Drafter(Protocol):
         Only the first widths[b] drafts of row b will be verified.
         """
         ...
+
+
+@runtime_checkable
+class Restarts(Protocol):
+    """What a drafter without cache groups also has: the engine lets it read every request's tokens from the first."""
+
+    def restart(self, state: PyTree) -> PyTree:
+        """Forget the tokens of all sequences of a state."""
+        ...

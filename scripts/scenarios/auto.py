@@ -2,14 +2,15 @@
 
     python -m scripts.bench auto --out RUN S M L
 
-Every size has a P-EAGLE of four layers. Draft i is accepted at rate^i in the mean; the chance of one draft is drawn,
-and its confidence is that chance, off by up to a tenth (peagle.engine.accept.draw_synthetic). Engines decode the same
-random requests in turns.
+Every size has a P-EAGLE of four layers, and at least four target layers. Draft i is accepted at rate^i in the mean; the
+chance of one draft is drawn, and its confidence is that chance, off by up to a tenth
+(peagle.engine.accept.draw_synthetic). Engines decode the same random requests in turns.
 
 Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
 
 import argparse
+import dataclasses
 import itertools
 import tempfile
 import warnings
@@ -34,6 +35,7 @@ from scripts.runs import Json, Progress, RawLines, cell
 from scripts.steps import random_request, synthetic_engine, time_steps
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 192
+LEAST_LAYERS = 4  # so that the three outputs that a P-EAGLE reads (`DrafterShape.config`) are distinct; L has two
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +82,8 @@ def rates_of(typed: str) -> list[float]:
 def random_pair(scratch: Path, size: str) -> Pair:
     """Write a target and a drafter of random weights, and load them."""
     config = SIZES[size]
+    if config.num_layers < LEAST_LAYERS:
+        config = dataclasses.replace(config, layer_types=(config.layer_types * LEAST_LAYERS)[:LEAST_LAYERS])
     shape = PARALLEL.config(config)
     write_random_checkpoint(scratch / "target", config)
     params = jax.jit(lambda key: init_params(shape, key, jnp.bfloat16))(jax.random.key(3))
@@ -113,9 +117,9 @@ def page(record: Json) -> list[Block]:
     }
     return [
         *runs.title("auto beside fixed K, synthetic acceptance", record),
-        "Random weights, a P-EAGLE of four layers. Draft i is accepted at acceptance^i in the mean; one draft's own "
-        f"chance is drawn (u^((1 - r) / r), u uniform), and its confidence is that chance, off by up to {NOISE:g}. "
-        f"{record['config']['rounds']} rounds in turns; over plain: the median of rounds. Rows: of the target, each "
-        "step's first and its verified drafts.",
+        f"Random weights, {LEAST_LAYERS} layers or more, a P-EAGLE of four layers. Draft i is accepted at acceptance^i "
+        "in the mean; one draft's own chance is drawn (u^((1 - r) / r), u uniform), and its confidence is that chance, "
+        f"off by up to {NOISE:g}. {record['config']['rounds']} rounds in turns; over plain: the median of rounds. "
+        "Rows: of the target, each step's first and its verified drafts.",
         runs.table(record["rows"], columns),
     ]
