@@ -1,13 +1,13 @@
 // Attention over keys and values in pages of 64 slots, [P, 64, G, H]. Index i of sequence b is slot i mod 64 of page
 // table[b, i / 64 mod M].
 //
-//     few rows   attend: the chunks of four pages of a kv head of a sequence are dealt out to splits, so that all of the GPU
-//                reads. A block goes through the chunks of a split, a page for each warp. It rotates its queries, and rotates
-//                and writes the new keys and values of its chunks. The last block of a kv head joins the splits, with the sinks
+//     few rows   attend: the pages of a kv head of a sequence, in chunks of four, are distributed over splits, so that the
+//                whole GPU reads them. A block reads the chunks of a split, a page for each warp. It rotates its queries, and
+//                rotates and writes the new keys and values of its chunks. A kv head's last block joins the splits and sinks
 //     many rows  rotate, which writes queries, keys and values; then prompt: per block 128 queries of a kv head, 32 a warp,
 //                which read their pages one after the other through shared memory
 //
-// Chunks begin at fixed indices, their numbers say which split is theirs, and what a query does not see changes nothing. So a
+// Chunks begin at fixed indices, the number of a chunk decides its split, and what a query does not see changes nothing. So a
 // row's bits depend neither on the other rows of its pass nor on page numbers.
 
 namespace {
@@ -110,8 +110,8 @@ struct Queries {
   Range seen[2];
 };
 
-// What sixteen queries have of the slots so far: sums weighted by exp2(kScale (score - peak)), and this lane's part of the sum
-// of these weights. out[n]: values 8 n + 2 quarter, .. + 1 of queries group and group + 8.
+// The partial results of sixteen queries: sums weighted by exp2(kScale (score - peak)), and this lane's part of the sum of
+// these weights. out[n]: values 8 n + 2 quarter, .. + 1 of queries group and group + 8.
 struct Attended {
   float peak[2] = {kNothing, kNothing}, total[2] = {0, 0}, out[kHead / 8][4] = {};
 };
@@ -232,7 +232,7 @@ struct SplitShared {
   float scale[kRows][kMostSplits], total[kRows][kMostSplits], sink[kRows];
 };
 
-// The chunks that a pass's rows of a sequence see, dealt out to `splits`: chunk c to split c mod splits.
+// The chunks that a pass's rows of a sequence see. Chunk c belongs to split c mod splits.
 struct Chunks {
   int first, last, splits;
 
@@ -415,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
       const bool any = start <= all.last && start + kSlots > all.first;
       if (any) CopyPage<32>(pages, page, all, lane, mine);
       CommitCopies();
-      // what no chunk has is written with the first and the last
+      // rows whose index is in no chunk are written with the first and the last chunk
       const Range writes = {chunk == chunks.first && warp == 0 ? 0 : start,
                             chunk == chunks.last && warp == kWarps - 1 ? 0x7fffffff : start + kSlots - 1};
       WriteRows(qkv, cosine, sine, pages, write, b, g, rows, heads, kv_heads, writes, tile == 0, shared.rows);

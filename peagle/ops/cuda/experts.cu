@@ -12,9 +12,9 @@
 // The parts are always the same, and their sums are added in the same order. So a row's bits depend neither on the other
 // rows nor on their number.
 //
-// Of many rows, x goes through shared memory. Read by each lane as it needs them, its values take most of the time: a
-// warp's load touches sixteen lines, and four loads the same ones. Of few rows the detour takes longer (H100, 20b's shape: 48,
-// 168 and 312 us for 1, 8 and 16 rows, in place of 43, 152 and 254).
+// With many rows, x goes through shared memory, because direct loads by each lane would take most of the time: a warp's load
+// touches sixteen lines, and four loads touch the same lines. With few rows direct loads are faster (H100, 20b's shape: 43,
+// 152 and 254 us for 1, 8 and 16 rows, against 48, 168 and 312 through shared memory).
 
 namespace {
 
@@ -175,8 +175,8 @@ struct Staged {
   }
 };
 
-// sums += a chunk of weights times the same chunk of x, whose values(tile, word) are this lane's. One factor cannot raise
-// 2^-126 to powers above 2^1: `large` if any lane has one.
+// sums += a chunk of weights times the same chunk of x, of which values(tile, word) are this lane's. `large`: some lane has a
+// scale above 2^1, for which one factor does not suffice to raise 2^-126.
 template <bool large, int kTiles, typename Values>
 __device__ __forceinline__ void AddScaled(const Codes& low, const Codes& high, const Values& values,
                                           float (&sums)[kTiles][4]) {
@@ -317,7 +317,7 @@ __device__ void MultiplyTile(const Matrix& matrix, const Half* x, const int* pai
   __shared__ int source[kTiles * kColumns];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const int chunks = (matrix.inputs + kChunk - 1) / kChunk, first = warp * kOutputs;
-  // a warp beyond the outputs computes the last ones once more
+  // a warp beyond the outputs computes the last outputs again
   const int low = min(static_cast<int>(blockIdx.x) * kPanel + first, matrix.outputs - kOutputs) + group;
   for (int i = threadIdx.x; i < kTiles * kColumns; i += kThreads) source[i] = i < count ? pairs[i] / top_k : -1;
   __syncthreads();

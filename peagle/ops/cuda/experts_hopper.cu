@@ -213,8 +213,8 @@ __device__ __forceinline__ void MultiplyTile(const Work& work, const Tile tile, 
     Multiply<C, C::kWidest, gate_up>(work, tile, part, ring, barriers, parity, r);
 }
 
-// Loads what the consumers multiply, tile by tile, by one thread. The weights of the first fills do not depend on the grid
-// before: of `down`, they are loaded while that still runs.
+// One thread loads the operands of the consumers, tile by tile. The weights of the first fills do not depend on the grid
+// before, so `down` loads them while that grid still runs.
 template <class C, bool gate_up>
 __device__ __forceinline__ void Produce(const Work& work, const Tile* tiles, int num_tiles, int parts, Word ring,
                                         Word barriers) {
@@ -399,7 +399,7 @@ __device__ inline void StorePiece(unsigned char* rows, const Place& place, int p
   *reinterpret_cast<uint4*>(rows + at + (piece % 8 ^ place.Row() % 8) * 16) = value;
 }
 
-// What a row chooses: its kTopK largest logits, the lower index first if they are equal, and their softmax.
+// The choices of a row: its kTopK largest logits, of equal ones the lower index first, and their softmax.
 struct Choice {
   int ids[kTopK];
   float weights[kTopK];
@@ -526,8 +526,8 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouterThreads) peagle_choos
     }
 }
 
-// Few rows, up to kFewRowsRouted: what they choose by their logits [T, E], as peagle_choose, but for the ids; places [pairs]
-// (-1: no expert), tiles and normalised rows. A block for each pair.
+// Up to kFewRowsRouted rows: their choices by their logits [T, E], as peagle_choose, without the ids; places [pairs] (-1: no
+// expert), tiles and normalised rows. A block for each pair.
 extern "C" __global__ void __launch_bounds__(tiles::kRouteFewThreads) peagle_route_few(
     const Half* x, const Half* norm, const float* scales, const float* logits, const int* positions, int pairs,
     int num_experts, tiles::Widths widths, float* weights, tiles::Tile* all_tiles, int* num_tiles, int* order,

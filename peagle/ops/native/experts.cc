@@ -17,7 +17,7 @@ struct Choice {
   float weight;
 };
 
-// The held experts that any row selected, in ascending order, each with its rows; numbered from the first one held.
+// The local experts that any row selected, in ascending order, each with its rows. Numbers count from the first local one.
 struct Routing {
   int64_t *expert, *begin;  // expert i's choices are begin[i] .. begin[i + 1] - 1
   Choice* choices;

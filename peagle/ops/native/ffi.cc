@@ -26,7 +26,7 @@ const float* AsFloats(const AnyBuffer& buffer, Scratch& scratch) {
   return copy;
 }
 
-// Float32 results: written into the buffer, or beside it until Finish rounds them into it.
+// Float32 results, in the buffer itself or in scratch memory until Finish rounds them into the buffer.
 class Results {
  public:
   Results(Out& buffer, Scratch& scratch)
@@ -132,7 +132,7 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   if (num_experts < 1 || top_k < 1 || top_k > num_experts || hidden < 1)
     return ffi::Error::InvalidArgument("experts: top_k is not in 1..E");
   const int64_t rows = in[0], width = in[1];
-  // fewer experts than the router chooses among: this rank holds those alone
+  // fewer experts than the router's outputs: this rank holds only these
   const int64_t held = width > 0 ? static_cast<int64_t>(down_bias.element_count()) / width : 0;
   if (held < 1 || held > num_experts || (first_held.element_count() == 0 && held != num_experts) ||
       first_held.element_count() > 1 ||

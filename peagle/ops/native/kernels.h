@@ -1,6 +1,6 @@
-// The kernels' interface, free of XLA: plain pointers in and out. linear.cc, experts.cc, attention.cc, rope.cc, likeliest.cc
+// The kernels' interface, without XLA: plain pointers in and out. linear.cc, experts.cc, attention.cc, rope.cc, likeliest.cc
 // and draw.cc implement it; ffi.cc checks shapes and calls them. Each instruction set has a shared library of its own,
-// since in one library the linker could use a template compiled for one set in the code of another.
+// because in one library the linker could use a template compiled for one set in the code of another.
 //
 // T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
 // fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads. If positions are given, a row
