@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import flax.struct
 import numpy as np
 
-from drafter.train.cod import Partition, sample_blocks, sample_chains
-from drafter.train.config import Cod
+from drafter.train.cod import sample_blocks, sample_chains
+from drafter.train.recipe import Recipe
 from drafter.train.shards import TEACHER, Document
 from peagle.ops.errors import InputError
 
@@ -108,34 +108,28 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The batches of a training.
-
-    counts: the room for chains (`Partition.counts`). in_blocks: chains are a DFlash drafter's blocks.
-    """
+    """The batches of a training. counts: the room for chains (`Partition.counts`)."""
 
     sources: tuple[Source, ...]
-    width: int
-    cod: Cod
-    partition: Partition
+    recipe: Recipe
     counts: tuple[tuple[int, ...], ...]
-    seed: int
-    in_blocks: bool = False
 
     @property
     def rows_per_step(self) -> int:
         return sum(source.rows_per_step for source in self.sources)
 
     def at(self, step: int) -> Batch:
+        recipe, partition = self.recipe, self.recipe.partition
         picked = [
-            source.at(step * source.rows_per_step + i, self.seed)
+            source.at(step * source.rows_per_step + i, recipe.seed)
             for source in self.sources
             for i in range(source.rows_per_step)
         ]
-        rows = [row.arrays(self.width) for row in picked]
-        rng = np.random.default_rng((self.seed, 1, step))
-        sample = sample_blocks if self.in_blocks else sample_chains
+        rows = [row.arrays(recipe.width) for row in picked]
+        rng = np.random.default_rng((recipe.seed, 1, step))
+        sample = sample_chains if recipe.blocks is None else sample_blocks
         chains = [
-            sample(self.cod, row["trained"] > 0, row["segment_ids"], self.partition, self.counts, rng) for row in rows
+            sample(recipe.cod, row["trained"] > 0, row["segment_ids"], partition, self.counts, rng) for row in rows
         ]
         # stored tensors of the target count only if all rows have them: it runs for a whole batch or not at all
         shared = [name for name in rows[0] if all(name in row for row in rows)]

@@ -31,7 +31,7 @@ class HeldOut:
         """Pack documents as `batches` are packed. Raises InputError if none has a trained token."""
         if not any(document.trained.any() for document in documents):
             raise InputError("the held-out documents have no token that the target wrote; expected some")
-        rows, per_step = pack(documents, batches.width), batches.rows_per_step
+        rows, per_step = pack(documents, batches.recipe.width), batches.rows_per_step
         padding = dataclasses.replace(
             documents[0],
             token_ids=documents[0].token_ids[:1],

@@ -260,9 +260,7 @@ def _checked(settings: Train) -> CheckedTraining:
         counts = recipe.partition.block_counts(recipe.cod.depth, recipe.blocks)
     else:
         counts = recipe.partition.counts(recipe.cod, *anchors(data.sources, recipe.partition))
-    batches = Batches(
-        data.sources, recipe.width, recipe.cod, recipe.partition, counts, recipe.seed, recipe.blocks is not None
-    )
+    batches = Batches(data.sources, recipe, counts)
     devices_for(settings.rows, devices)  # raises InputError
     return CheckedTraining(
         name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,

@@ -279,7 +279,7 @@ def test_data_with_and_without_stored_results_of_the_target_train_together() -> 
     counts = RECIPE.partition.counts(RECIPE.cod, RECIPE.width)
 
     def teacher(*sources: Source) -> set[str]:
-        batches = Batches(sources, RECIPE.width, RECIPE.cod, RECIPE.partition, counts, 0)
+        batches = Batches(sources, RECIPE, counts)
         return set(batches.at(0).teacher)
 
     assert teacher(with_taps) == {"aux_hidden"}
