@@ -4,12 +4,12 @@ A row attends only to the context, which is the rows of depth 0 up to its anchor
 (peagle.ops.mask.group_causal_mask), within its window if the layer has one. A P-EAGLE drafter runs all rows in one
 pass, an EAGLE-3 drafter one depth after the other. So one softmax has two kinds of scores: every row against the T
 context keys, and row (chain, d) against the d keys of its own chain. Chains are sorted longest first
-(drafter/train/cod.py), so these are at the same index in the blocks of depth 1..d:
+(drafter/train/cod.py), so these are at the same index within the rows of each depth 1..d:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
 
-There are rows * (T + D) scores instead of rows^2, and in long sequences only those of one block are in memory. Tests
+There are rows * (T + D) scores instead of rows^2, and in long sequences only those of one chunk are in memory. Tests
 compare the result with drafter.model.forward for P-EAGLE, and with the float64 reference for EAGLE-3.
 
 A DFlash drafter (`forward_blocks`) has no rows of depth 0: its context has only keys and values. Its chains are blocks
@@ -27,21 +27,21 @@ from jaxtyping import Array, Float, Int
 from drafter import dflash, model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.blocks import in_blocks
+from drafter.train.chunks import in_chunks
 from peagle.ops.attention import MASKED, after_rope, split_heads
 from peagle.ops.linear import embed, linear
 from peagle.ops.norm import rms_norm
 from peagle.ops.rope import rope_tables
 
-CONTEXT_BLOCK = 128  # context rows whose scores are computed together, without keys after them or before their windows
-# From this many tokens on, loops on the device run over blocks, sequences and kv heads, and recompute a block's scores
-# for its gradient instead of keeping them: memory is that of one block.
+CONTEXT_CHUNK = 128  # context rows whose scores are computed together, without keys after them or before their windows
+# From this many tokens on, loops on the device run over chunks of rows, sequences and kv heads, and recompute a chunk's
+# scores for its gradient instead of keeping them: memory is that of one chunk.
 LONG = 1024
-LONG_BLOCK = 512  # most rows of such a block
+LONG_CHUNK = 512  # most rows of such a chunk
 
 
 def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
-    """Return (anchor, depth) [B, T + sum(counts)] of every row, block by block."""
+    """Return (anchor, depth) [B, T + sum(counts)] of every row, depth by depth."""
     batch = anchors.shape[0]
     context = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
     anchor = jnp.concatenate([context, *(anchors[:, :count] for count in counts)], axis=1)
@@ -130,11 +130,11 @@ def _at_once(
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         context, window = (key[:, :width], value[:, :width]), config.window(layer)
-        blocks = _depths(width, counts)
+        depths = _depths(width, counts)
         outputs = [_attention(query[:, :width], *context, anchor[:, :width], segment_ids, [], window)]
-        for depth, here in enumerate(blocks, 1):
+        for depth, here in enumerate(depths, 1):
             length = here.stop - here.start
-            own = [(key[:, b.start : b.start + length], value[:, b.start : b.start + length]) for b in blocks[:depth]]
+            own = [(key[:, d.start : d.start + length], value[:, d.start : d.start + length]) for d in depths[:depth]]
             outputs.append(_attention(query[:, here], *context, anchor[:, here], segment_ids, own, window))
         return jnp.concatenate(outputs, axis=1)
 
@@ -246,13 +246,13 @@ def _one(
     reach: int | None,
 ) -> Float[Array, "n M H"]:
     if chain:
-        return _block(q, k, v, anchors, segment_ids, chain, reach)
+        return _attend_chunk(q, k, v, anchors, segment_ids, chain, reach)
     parts = []
-    for start in range(0, q.shape[0], CONTEXT_BLOCK):
-        rows = slice(start, start + CONTEXT_BLOCK)
+    for start in range(0, q.shape[0], CONTEXT_CHUNK):
+        rows = slice(start, start + CONTEXT_CHUNK)
         first = 0 if reach is None else max(0, start - reach + 1)
         keys = slice(first, rows.stop)
-        parts.append(_block(q[rows], k[keys], v[keys], anchors[rows], segment_ids, [], reach, first))
+        parts.append(_attend_chunk(q[rows], k[keys], v[keys], anchors[rows], segment_ids, [], reach, first))
     return jnp.concatenate(parts, axis=0)
 
 
@@ -265,17 +265,17 @@ def _one_long(
     segment_ids: Int[Array, " T"],
     reach: int | None,
 ) -> Float[Array, "n M H"]:
-    """Attend within one sequence and kv head, in blocks of rows, each against the whole context."""
+    """Attend within one sequence and kv head, in chunks of rows, each against the whole context."""
 
     def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         keys, values, segments = fixed
         queries, own_anchors, own_chain = rows
-        return _block(queries, keys, values, own_anchors, segments, own_chain, reach)
+        return _attend_chunk(queries, keys, values, own_anchors, segments, own_chain, reach)
 
-    return in_blocks(attend, (k, v, segment_ids), (q, anchors, chain), LONG_BLOCK)
+    return in_chunks(attend, (k, v, segment_ids), (q, anchors, chain), LONG_CHUNK)
 
 
-def _block(
+def _attend_chunk(
     query: Float[Array, "n M H"],
     key: Float[Array, "S H"],
     value: Float[Array, "S H"],

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.blocks import in_blocks
+from drafter.train.chunks import in_chunks
 from drafter.train.forward import forward_blocks, forward_chains, rows_of
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
@@ -129,7 +129,7 @@ def chain_loss(
     for b in range(batch):
         fixed = (params.lm_head, params.norm, jax.tree.map(lambda leaf, b=b: leaf[b], labels))
         rows = (x[b], place[b], tokens[b], counted[b])
-        parts.append(of_rows(fixed, rows) if x.shape[1] <= most else in_blocks(of_rows, fixed, rows, most))
+        parts.append(of_rows(fixed, rows) if x.shape[1] <= most else in_chunks(of_rows, fixed, rows, most))
     row_losses, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
     by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
     if draft_decay is not None:

@@ -73,7 +73,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(name: str, monkeypatch:
 
     The whole runs the code for short sequences, the parts the code for long ones, with blocks of rows and of logits."""
     whole, expected = gradients(DRAFTERS[name], 1)
-    for module, constant, value in ((forward, "LONG", 1), (forward, "LONG_BLOCK", 7), (loss, "CHUNK_BYTES", 1240)):
+    for module, constant, value in ((forward, "LONG", 1), (forward, "LONG_CHUNK", 7), (loss, "CHUNK_BYTES", 1240)):
         monkeypatch.setattr(module, constant, value)
     # without windows every part is a program of its own
     of_parts, total = gradients(DRAFTERS[name], 2 if DRAFTERS[name].windows is None else 4)
