@@ -92,16 +92,12 @@ def _listed(path: Path, vocab_size: int) -> tuple[int, ...]:
         raise InputError(
             f"{path} is not a draft vocabulary: expected a JSON list of token ids, each in 0..{vocab_size - 1}"
         )
-    return _unique(ids)
-
-
-def _unique(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
 def first_of(preferred: Iterable[int], vocab_size: int, count: int) -> tuple[int, ...]:
     """Return `count` tokens: the preferred ones, then all others by id."""
-    return _unique([*preferred, *range(vocab_size)])[:count]
+    return tuple(dict.fromkeys([*preferred, *range(vocab_size)]))[:count]
 
 
 def by_frequency(counts: np.ndarray) -> list[int]:

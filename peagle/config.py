@@ -227,35 +227,24 @@ class SamplingParams:
     """Allow no stop token before N tokens are generated."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= HOTTEST:
-            raise InputError(
-                f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g}",
-                "temperature",
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more", "top_k")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)", "top_p")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1", "min_p")
-        if not SMALLEST_SEED <= self.seed <= LARGEST_SEED:
-            raise InputError(
-                f"seed is {self.seed}; expected an integer of 64 bits, {SMALLEST_SEED}..{LARGEST_SEED}", "seed"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not -LARGEST_PENALTY <= value <= LARGEST_PENALTY:
-                raise InputError(
-                    f"{name.replace('_', ' ')} is {value}; expected a number from {-LARGEST_PENALTY:g} to "
-                    f"{LARGEST_PENALTY:g}",
-                    name,
-                )
-        if not 1 / HOTTEST <= self.repetition_penalty <= HOTTEST:
-            raise InputError(
-                f"repetition penalty is {self.repetition_penalty}; expected a number from {1 / HOTTEST:g} to "
-                f"{HOTTEST:g} (1 is off)",
-                "repetition_penalty",
-            )
+        smallest, largest, penalty = 1 / HOTTEST, HOTTEST, LARGEST_PENALTY
+        penalties = f"a number from {-penalty:g} to {penalty:g}"
+        greedy_or_hotter = f"a number between 0 (greedy) and {largest:g}"
+        bits = f"an integer of 64 bits, {SMALLEST_SEED}..{LARGEST_SEED}"
+        off_at_1 = f"a number from {smallest:g} to {largest:g} (1 is off)"
+        for name, label, valid, expected in (
+            ("temperature", "temperature is", 0 <= self.temperature <= largest, greedy_or_hotter),
+            ("top_k", "top-k is", 0 <= self.top_k < 2**31, "0 (off) or more"),
+            ("top_p", "top-p is", 0 < self.top_p <= 1, "a number above 0 and at most 1 (off)"),
+            ("min_p", "min-p is", 0 <= self.min_p <= 1, "a number from 0 (off) to 1"),
+            ("seed", "seed is", SMALLEST_SEED <= self.seed <= LARGEST_SEED, bits),
+            ("presence_penalty", "presence penalty is", abs(self.presence_penalty) <= penalty, penalties),
+            ("frequency_penalty", "frequency penalty is", abs(self.frequency_penalty) <= penalty, penalties),
+            ("repetition_penalty", "repetition penalty is", smallest <= self.repetition_penalty <= largest, off_at_1),
+            ("min_tokens", "min tokens are", 0 <= self.min_tokens < 2**31, "0 (off) or more"),
+        ):
+            if not valid:
+                raise InputError(f"{label} {getattr(self, name)}; expected {expected}", name)
         if len(self.logit_bias) > MOST_BIASES:
             raise InputError(
                 f"logit bias is set for {len(self.logit_bias)} tokens; expected at most {MOST_BIASES}", "logit_bias"
@@ -270,8 +259,6 @@ class SamplingParams:
                     f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
                     "logit_bias",
                 )
-        if not 0 <= self.min_tokens < 2**31:
-            raise InputError(f"min tokens are {self.min_tokens}; expected 0 (off) or more", "min_tokens")
 
     @property
     def adjusts(self) -> bool:

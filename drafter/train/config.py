@@ -152,11 +152,11 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{name} is {value}; expected a number above 0", name)
-        if not 0 <= self.weight_decay < math.inf:
-            raise InputError(f"weight_decay is {self.weight_decay}; expected 0 or more", "weight_decay")
-        if self.warmup_frac is not None and not 0 <= self.warmup_frac < 1:
-            message = f"warmup_frac is {self.warmup_frac}; expected a fraction of the steps, 0 or more and below 1"
-            raise InputError(message, "warmup_frac")
-        if self.decay_frac is not None and not 0 < self.decay_frac <= 1:
-            message = f"decay_frac is {self.decay_frac}; expected a fraction of the steps, above 0 and at most 1"
-            raise InputError(message, "decay_frac")
+        of_steps = "a fraction of the steps"
+        for name, valid, expected in (
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("warmup_frac", 0 <= (self.warmup_frac or 0) < 1, f"{of_steps}, 0 or more and below 1"),
+            ("decay_frac", self.decay_frac is None or 0 < self.decay_frac <= 1, f"{of_steps}, above 0 and at most 1"),
+        ):
+            if not valid:
+                raise InputError(f"{name} is {getattr(self, name)}; expected {expected}", name)

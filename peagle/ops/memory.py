@@ -88,7 +88,8 @@ def available_host_bytes() -> int:
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
-        cached = _inactive_file_bytes(group)
+        lines = (group / "memory.stat").read_text().splitlines()
+        cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
     except (OSError, ValueError):
         return available
     return available if limit == "max" else max(0, min(available, int(limit) - used + cached))
@@ -102,12 +103,6 @@ def share_of_mappings() -> float:
             return sum(1 for _ in mappings) / allowed
     except (OSError, ValueError):
         return 0.0
-
-
-def _inactive_file_bytes(group: Path) -> int:
-    """Return the bytes of a control group's file pages that the kernel can reclaim."""
-    lines = (group / "memory.stat").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 _UNITS = ((10**9, "GB", 2), (10**6, "MB", 1), (10**3, "kB", 1))  # with decimal places
