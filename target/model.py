@@ -263,10 +263,8 @@ class GptOss:
     ) -> jax.Array:
         """Return x + the attention of norm(x), which is `normalised` if the layer before has computed it."""
         p, reduce = self.params.layers[index].attention, None if self.ranks is None else self.ranks.reduce
-        norm, rows = Norm(p.norm, self.config.rms_norm_eps), x
-        by = self.params.implementation
-        if normalised is not None:
-            norm, rows = None, normalised
+        norm = Norm(p.norm, self.config.rms_norm_eps) if normalised is None else None
+        rows, by = x if normalised is None else normalised, self.params.implementation
         qkv = linear(rows, p.qkv, p.qkv_bias, norm=norm, positions=positions, implementation=by)
         out = attend(index, qkv, cos, sin)
         return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce, implementation=by)
