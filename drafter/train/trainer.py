@@ -261,7 +261,11 @@ class Trainer:
 
     @functools.cached_property
     def _fixed(self) -> Fixed:
-        return cast(Fixed, self._replicated(Fixed(self.draft_to_target, self.teacher, self.frozen)))
+        return cast(Fixed, self._replicated(Fixed(self._draft_to_target, self.teacher, self.frozen)))
+
+    @property
+    def _draft_to_target(self) -> jax.Array | None:
+        return None if self.draft_to_target is None else jnp.asarray(self.draft_to_target, jnp.int32)
 
     def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
         """Compile a step over all devices; a call donates the state's memory."""
@@ -283,10 +287,10 @@ class Trainer:
         return devices_for(self.batches.rows_per_step, self.devices)
 
     def _whole(self, params: DrafterParams) -> DrafterParams:
-        ids = None if self.draft_to_target is None else jnp.asarray(self.draft_to_target, jnp.int32)
         one = jax.devices()[0]
         params = params if self.frozen is None else self.frozen.within(params)
-        return dataclasses.replace(jax.tree.map(lambda leaf: jax.device_put(leaf, one), params), draft_to_target=ids)
+        on_one = jax.tree.map(lambda leaf: jax.device_put(leaf, one), params)
+        return dataclasses.replace(on_one, draft_to_target=self._draft_to_target)
 
     def _replicated(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
