@@ -58,9 +58,9 @@ def lay_out_block(
     context = jnp.where((first >= 0) & (row < num), first + row, -1)
     pending = jnp.take_along_axis(drafter_input.token_ids, jnp.maximum(num - 1, 0), axis=1)
     masks = jnp.full((num.shape[0], block_size - 1), mask_token_id, jnp.int32)
-    place = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+    offset = jnp.arange(block_size, dtype=jnp.int32)[None, :]
     active = (first >= 0) & drafts[:, None]
-    block = jnp.where(active, first + num + place, -1)
+    block = jnp.where(active, first + num + offset, -1)
     until = jnp.where(active, first + num + block_size - 1, -1)
     until = jnp.broadcast_to(until, block.shape)
     return BlockRows(

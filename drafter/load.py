@@ -287,7 +287,7 @@ def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
     if not checkpoint.has(DRAFT_TO_TARGET):
         return None
     stored = _stored_map(checkpoint, config)
-    read, taken = stored + np.arange(len(stored)), f"{checkpoint.directory}: d2t is read as offsets, but"
+    target_ids, prefix = stored + np.arange(len(stored)), f"{checkpoint.directory}: d2t is read as offsets, but"
     if checkpoint.has(IN_DRAFT_VOCAB):
         if checkpoint.shape(IN_DRAFT_VOCAB) != (config.vocab_size,):
             return (
@@ -295,16 +295,17 @@ def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
                 f"expected [{config.vocab_size}], a mark for each of the target's tokens"
             )
         marked = np.flatnonzero(checkpoint.take(IN_DRAFT_VOCAB))
-        if np.array_equal(np.sort(read), marked):
+        if np.array_equal(np.sort(target_ids), marked):
             return None
-        said = f"{taken} t2d marks other tokens ({len(np.intersect1d(read, marked))} of {len(marked)} are the same)"
-        if np.array_equal(np.sort(stored), marked):
-            return f"{said}; read as absolute ids it agrees with t2d: {STORE_OFFSETS}"
-        return f"{said}; peagle parity finds which of the two the drafter follows"
-    if len(stored) ** 2 > _RARE * config.vocab_size and (np.diff(stored) > 0).all():
-        return (
-            f"{taken} then no two of its {len(stored)} tokens are neighbours; if it holds absolute ids, {STORE_OFFSETS}"
+        message = (
+            f"{prefix} t2d marks other tokens ({len(np.intersect1d(target_ids, marked))} of {len(marked)} are the same)"
         )
+        if np.array_equal(np.sort(stored), marked):
+            return f"{message}; read as absolute ids it agrees with t2d: {STORE_OFFSETS}"
+        return f"{message}; peagle parity finds which of the two the drafter follows"
+    if len(stored) ** 2 > _RARE * config.vocab_size and (np.diff(stored) > 0).all():
+        neighbours = f"no two of its {len(stored)} tokens are neighbours"
+        return f"{prefix} then {neighbours}; if it holds absolute ids, {STORE_OFFSETS}"
     return None
 
 

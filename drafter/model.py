@@ -116,9 +116,9 @@ def run_layers(
             x = normed if config.norm_before_residual else x
         out = attend(index, norm_heads(qkv, p, config), cos, sin)
         if output_rows is not None and index == len(params.layers) - 1:
-            taken = jnp.maximum(output_rows, 0)
-            out, x = (jnp.take_along_axis(rows, taken[:, :, None], axis=1) for rows in (out, x))
-            positions = jnp.where(output_rows < 0, -1, jnp.take_along_axis(positions, taken, axis=1))
+            kept_rows = jnp.maximum(output_rows, 0)
+            out, x = (jnp.take_along_axis(rows, kept_rows[:, :, None], axis=1) for rows in (out, x))
+            positions = jnp.where(output_rows < 0, -1, jnp.take_along_axis(positions, kept_rows, axis=1))
         x = product(out, p.out, p.out_bias, residual=x, positions=positions)
         x = feed_forward(p, x, eps, positions, params.implementation)
     return x

@@ -170,15 +170,17 @@ def _attend(
     frequencies, concentration = _frequencies(config), _concentration(config)
     out = np.zeros((len(read), config.num_heads * width))
     for head in range(config.num_heads):
-        mine = slice(head * width, (head + 1) * width)
-        shared = slice(head // per_kv_head * width, (head // per_kv_head + 1) * width)
-        queries = [concentration * _rotate(row[mine], p, frequencies) for row, p in zip(query, positions, strict=True)]
-        keys = [concentration * _rotate(row[shared], p, frequencies) for row, p in zip(key, positions, strict=True)]
-        for row, others in enumerate(visible):
-            near = [other for other in others if window is None or positions[row] - positions[other] < window]
-            scores = np.array([queries[row] @ keys[other] for other in near]) / math.sqrt(width)
+        query_columns = slice(head * width, (head + 1) * width)
+        kv_columns = slice(head // per_kv_head * width, (head // per_kv_head + 1) * width)
+        queries = [
+            concentration * _rotate(row[query_columns], p, frequencies) for row, p in zip(query, positions, strict=True)
+        ]
+        keys = [concentration * _rotate(row[kv_columns], p, frequencies) for row, p in zip(key, positions, strict=True)]
+        for row, key_rows in enumerate(visible):
+            in_window = [other for other in key_rows if window is None or positions[row] - positions[other] < window]
+            scores = np.array([queries[row] @ keys[other] for other in in_window]) / math.sqrt(width)
             shares = np.exp(scores - scores.max())
-            out[row, mine] = shares @ value[near, shared] / shares.sum()
+            out[row, query_columns] = shares @ value[in_window, kv_columns] / shares.sum()
     return _apply(weights, f"{name}.o_proj", out)
 
 

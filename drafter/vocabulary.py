@@ -64,21 +64,21 @@ def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> t
     Example: a drafter whose vocabulary is the tokens 4 7 9, narrowed to 9 3 4, keeps the columns of 4 and 9, and its
     draft_to_target is [4, 9].
     """
-    before = (
+    token_ids = (
         np.arange(config.draft_vocab_size) if params.draft_to_target is None else np.asarray(params.draft_to_target)
     )
-    kept = np.flatnonzero(np.isin(before, vocab.token_ids))
-    if not len(kept):
+    columns = np.flatnonzero(np.isin(token_ids, vocab.token_ids))
+    if not len(columns):
         raise InputError(
             f"none of the {len(vocab.token_ids)} tokens by {vocab.source} is one the drafter can propose", "draft_vocab"
         )
     assert not isinstance(params.lm_head, SplitMatrix)  # narrowed before it is split
     narrowed = dataclasses.replace(
         params,
-        lm_head=take_outputs(params.lm_head, kept),
-        draft_to_target=jnp.asarray(before[kept], jnp.int32),
+        lm_head=take_outputs(params.lm_head, columns),
+        draft_to_target=jnp.asarray(token_ids[columns], jnp.int32),
     )
-    return narrowed, dataclasses.replace(config, draft_vocab_size=len(kept))
+    return narrowed, dataclasses.replace(config, draft_vocab_size=len(columns))
 
 
 def _listed(path: Path, vocab_size: int) -> tuple[int, ...]:

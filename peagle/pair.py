@@ -151,8 +151,8 @@ class Pair:
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         request = self.request(conversation, (), rendering, **vars(about), sampling=sampling, context=engine.context)
         context = self.capacity([request]) if engine.context is None else engine.context
-        kept = "on" if engine.prefix_cache is None else engine.prefix_cache
-        config = self.resolve(engine, context=context, prefix_cache=kept)
+        prefix_cache = "on" if engine.prefix_cache is None else engine.prefix_cache
+        config = self.resolve(engine, context=context, prefix_cache=prefix_cache)
         return Stream(self.tokenizer, self.engine(config), request)
 
     def astream(self, prompt: str | Sequence[int], **options: Any) -> "AsyncStream":
@@ -190,7 +190,7 @@ class Pair:
         values = {**vars(config), **options}
         k, adaptive = self.num_drafts(values["num_speculative_tokens"])
         adaptive = values.pop("adaptive", adaptive)
-        context, chunk, kept = values["context"], values["prefill_chunk"], values["prefix_cache"]
+        context, chunk, prefix_cache = values["context"], values["prefill_chunk"], values["prefix_cache"]
         if context is None:
             context = self.default_context(k, values["slots"], values["kv_memory"])
         rates = values["synthetic_acceptance"]
@@ -200,7 +200,7 @@ class Pair:
             "num_speculative_tokens": k,
             "context": context,
             "prefill_chunk": min(self.prefill_chunk if chunk is None else chunk, max(context, 1)),
-            "prefix_cache": kept if isinstance(kept, int) else 0,
+            "prefix_cache": prefix_cache if isinstance(prefix_cache, int) else 0,
             "synthetic_acceptance": rates,
             "steps_per_dispatch": self.steps_per_dispatch,
             "adaptive": adaptive,
@@ -208,7 +208,7 @@ class Pair:
         }
         resolved: ResolvedConfig
         (resolved,) = configs_of(values, ResolvedConfig)
-        if kept != "on":
+        if prefix_cache != "on":
             return resolved
         return dataclasses.replace(resolved, prefix_cache=self.engines.kept_bytes(resolved))
 

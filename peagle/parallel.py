@@ -231,7 +231,7 @@ def shard(load: Callable[[int, Callable[[], None]], Tree], mesh: Mesh) -> Tree:
     same error.
     """
     failures: list[BaseException] = []
-    mine = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
+    local_ranks = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
 
     def go_on() -> None:
         if failures:
@@ -250,13 +250,13 @@ def shard(load: Callable[[int, Callable[[], None]], Tree], mesh: Mesh) -> Tree:
         with failing(), jax.default_device(device):
             return jax.tree.flatten(load(rank, go_on))
 
-    with concurrent.futures.ThreadPoolExecutor(min(len(mine), os.cpu_count() or 1)) as threads, failing():
-        loaded, trees = zip(*threads.map(on_device, mine), strict=True)
+    with concurrent.futures.ThreadPoolExecutor(min(len(local_ranks), os.cpu_count() or 1)) as threads, failing():
+        loaded, trees = zip(*threads.map(on_device, local_ranks), strict=True)
     placed, tree = NamedSharding(mesh, OF_PARTS), trees[0]
     together = []
     for index in range(len(loaded[0])):
         rows = []
-        for (_, device), leaves in zip(mine, loaded, strict=True):
+        for (_, device), leaves in zip(local_ranks, loaded, strict=True):
             rows.append(_as_row(leaves[index], device))
             leaves[index] = None
         together.append(jax.make_array_from_single_device_arrays((mesh.size, *rows[0].shape[1:]), placed, rows))

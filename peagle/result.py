@@ -51,9 +51,9 @@ class Counters:
                 plain += 1
                 continue
             histogram[step.num_accepted] += 1
-            for place in range(width):
-                verified[place] += 1
-                tried[place] += place <= step.num_accepted
+            for index in range(width):
+                verified[index] += 1
+                tried[index] += index <= step.num_accepted
         return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried), num_proposed, num_looked_up)
 
     def __add__(self, other: "Counters") -> "Counters":

@@ -110,12 +110,12 @@ def weight_bytes(
     layout, part = _choose_layout(files, dtype, experts, native), ModelShard(files.config, rank, files.mxfp4)
     total = 0
     for name, (kind, shape) in files.tensors.items():
-        held = part.shape(kind, shape)
+        local_shape = part.shape(kind, shape)
         if kind.mxfp4 and layout == "packed":
-            total += math.prod(held)
+            total += math.prod(local_shape)
         else:
             narrow = native and (kind.mxfp4 or files.checkpoint.dtype(name) == BFLOAT16)
-            total += _num_values(kind, held) * (BFLOAT16 if narrow else np.dtype(dtype)).itemsize
+            total += _num_values(kind, local_shape) * (BFLOAT16 if narrow else np.dtype(dtype)).itemsize
     return total
 
 

@@ -60,10 +60,10 @@ def _one_group(
         first = 0 if window is None else max(0, (start - window + 1) // BLOCK * BLOCK)
         rows = q[start:end].reshape(-1, head_dim)
         scores = (rows @ k[first:end].T).reshape(end - start, repeat, end - first)
-        mine, other = index[start:end, None], index[None, first:end]
-        visible = (other <= mine) & (segments[start:end, None] == segments[None, first:end])
+        query_index, key_index = index[start:end, None], index[None, first:end]
+        visible = (key_index <= query_index) & (segments[start:end, None] == segments[None, first:end])
         if window is not None:
-            visible = visible & (other > mine - window)
+            visible = visible & (key_index > query_index - window)
         scores = jnp.where(visible[:, None, :], scores, MASKED)
         peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), sinks[None, :]))
         weights = jnp.exp(scores - peak[:, :, None])

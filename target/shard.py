@@ -159,34 +159,34 @@ class ModelShard:
 
     def read_size(self, kind: TensorKind, whole: tuple[int, ...]) -> int:
         """Count the elements of a tensor that the rank reads: those it holds, without padding."""
-        held = [len(cut.indices(size)) for cut, size in zip(self.cuts(kind), whole, strict=False)]
-        return math.prod(held) * math.prod(whole[len(held) :]) if self.has(kind) else 0
+        sizes = [len(cut.indices(size)) for cut, size in zip(self.cuts(kind), whole, strict=False)]
+        return math.prod(sizes) * math.prod(whole[len(sizes) :]) if self.has(kind) else 0
 
     def _cut(self, by: CutBy) -> Cut:
-        whole, mine, rank = self.whole, self.config, self.rank
+        whole, local, rank = self.whole, self.config, self.rank
         head_dim, group, within = whole.head_dim, rank.index // rank.tp, rank.index % rank.tp
         kv_head = rank.index * whole.num_kv_heads // rank.count
         match by:
             case CutBy.WHOLE:
                 return Cut()
             case CutBy.HEAD:
-                return _share(rank.index, mine.num_heads, whole.num_heads)
+                return _share(rank.index, local.num_heads, whole.num_heads)
             case CutBy.HEADS:
-                return _share(rank.index, mine.num_heads, whole.num_heads, head_dim)
+                return _share(rank.index, local.num_heads, whole.num_heads, head_dim)
             case CutBy.KV_HEADS:
-                return _range(kv_head, mine.num_kv_heads, head_dim)
+                return _range(kv_head, local.num_kv_heads, head_dim)
             case CutBy.QKV:
                 queries, keys = (self._cut(by).slices[0] for by in (CutBy.HEADS, CutBy.KV_HEADS))
                 first_key = whole.num_heads * head_dim
                 first_value = first_key + whole.num_kv_heads * head_dim
                 shifted = [slice(keys.start + start, keys.stop + start) for start in (first_key, first_value)]
-                return Cut((queries, *shifted), (mine.num_heads + 2 * mine.num_kv_heads) * head_dim)
+                return Cut((queries, *shifted), (local.num_heads + 2 * local.num_kv_heads) * head_dim)
             case CutBy.WIDTH:
-                return _share(within, mine.expert_width, whole.expert_width)
+                return _share(within, local.expert_width, whole.expert_width)
             case CutBy.GATE_UP:
-                return _share(within, mine.expert_width, whole.expert_width, 2)
+                return _share(within, local.expert_width, whole.expert_width, 2)
             case CutBy.BLOCKS:
-                return _share(within, mine.expert_width // BLOCK, whole.expert_width // BLOCK)
+                return _share(within, local.expert_width // BLOCK, whole.expert_width // BLOCK)
             case CutBy.EXPERTS:
                 return _range(group * self.num_experts, self.num_experts)
             case CutBy.VOCABULARY:

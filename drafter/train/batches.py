@@ -120,12 +120,12 @@ class Batches:
 
     def at(self, step: int) -> Batch:
         recipe, partition = self.recipe, self.recipe.partition
-        picked = [
+        step_rows = [
             source.at(step * source.rows_per_step + i, recipe.seed)
             for source in self.sources
             for i in range(source.rows_per_step)
         ]
-        rows = [row.arrays(recipe.width) for row in picked]
+        rows = [row.arrays(recipe.width) for row in step_rows]
         rng = np.random.default_rng((recipe.seed, 1, step))
         sample = sample_chains if recipe.blocks is None else sample_blocks
         chains = [

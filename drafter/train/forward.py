@@ -89,8 +89,8 @@ def forward_blocks(
     """
     batch, width = segment_ids.shape
     count = anchors.shape[1]
-    own = jnp.take_along_axis(positions, anchors, axis=1)
-    place = jnp.concatenate([own + 1 + row for row in range(depth + 1)], axis=1)
+    anchor_positions = jnp.take_along_axis(positions, anchors, axis=1)
+    place = jnp.concatenate([anchor_positions + 1 + row for row in range(depth + 1)], axis=1)
     cos, sin = rope_tables(config.rope, jnp.concatenate([positions, place], axis=1), params.dtype)
     masks = jnp.full((batch, depth * count), model.mask_token_of(config), jnp.int32)
     tokens = jnp.concatenate([jnp.take_along_axis(token_ids, anchors, axis=1), masks], axis=1)

@@ -113,13 +113,13 @@ def chain_loss(
         x = forward_chains(params, config, shifted, *context, anchors, counts)
         anchor, depth = rows_of(anchors, counts, last)
         reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
-    label_place = anchor + depth + 1  # the target's row, which predicts the next token
-    inside = (label_place + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
-    place = jnp.where(inside, label_place, 0)
-    following = jnp.minimum(place + 1, width - 1)
-    same = jnp.take_along_axis(segment_ids, following, axis=1) == jnp.take_along_axis(segment_ids, anchor, axis=1)
-    counted = jnp.take_along_axis(trained, following, axis=1) * (inside & same & (reached >= depth)).astype(jnp.float32)
-    tokens = jnp.take_along_axis(token_ids, following, axis=1)
+    label_row = anchor + depth + 1  # the target's row, which predicts the next token
+    inside = (label_row + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
+    target_row = jnp.where(inside, label_row, 0)
+    label = jnp.minimum(target_row + 1, width - 1)
+    same = jnp.take_along_axis(segment_ids, label, axis=1) == jnp.take_along_axis(segment_ids, anchor, axis=1)
+    counted = jnp.take_along_axis(trained, label, axis=1) * (inside & same & (reached >= depth)).astype(jnp.float32)
+    tokens = jnp.take_along_axis(token_ids, label, axis=1)
     if params.draft_to_target is not None:
         tokens = _to_draft(params.draft_to_target, config.vocab_size)[tokens]
 
@@ -128,7 +128,7 @@ def chain_loss(
     parts = []
     for b in range(batch):
         fixed = (params.lm_head, params.norm, jax.tree.map(lambda leaf, b=b: leaf[b], labels))
-        rows = (x[b], place[b], tokens[b], counted[b])
+        rows = (x[b], target_row[b], tokens[b], counted[b])
         parts.append(of_rows(fixed, rows) if x.shape[1] <= most else in_chunks(of_rows, fixed, rows, most))
     row_losses, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
     by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
@@ -143,14 +143,14 @@ def _of_rows(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute (losses, hits, counted), each [n], of rows of one sequence. fixed: (lm_head, norm, labels)."""
     lm_head, norm, labels = fixed
-    hidden, at, token, kept = rows
+    hidden, target_row, token, counted = rows
     logits = linear(hidden[None], lm_head, norm=Norm(norm, eps))[0]
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    best, ids = labels.best[at], None if labels.ids is None else labels.ids[at]
-    losses, teaches = losses_of_rows(loss, log_probs, best, labels.probs[at], ids, token)
-    kept = kept * teaches
-    hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == best).astype(jnp.float32) * kept
-    return losses * kept, hit, kept
+    best, ids = labels.best[target_row], None if labels.ids is None else labels.ids[target_row]
+    losses, teaches = losses_of_rows(loss, log_probs, best, labels.probs[target_row], ids, token)
+    counted = counted * teaches
+    hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == best).astype(jnp.float32) * counted
+    return losses * counted, hit, counted
 
 
 def losses_of_rows(

@@ -200,9 +200,9 @@ def _part_by_part(
 
     def add(total: Any, piece: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
         start, anchors, reach = piece
-        place = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
-        inside, taken = (place >= 0) & (place < width), jnp.clip(place, 0, width - 1)
-        part_rows = jax.tree.map(lambda leaf: jnp.take(leaf, taken, axis=1), rows)
+        positions = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
+        inside, indices = (positions >= 0) & (positions < width), jnp.clip(positions, 0, width - 1)
+        part_rows = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=1), rows)
         segment_ids = jnp.where(inside[None], part_rows.segment_ids, 0)
         part_rows = part_rows.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], part_rows.trained, 0.0))
         result = jax.lax.cond(

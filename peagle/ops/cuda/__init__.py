@@ -73,8 +73,8 @@ def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str, *, ti
         raise CudaError("the GPU kernels' launcher was not compiled; python -m peagle.ops.native compiles it")
     opened = ctypes.CDLL(str(launcher))
     opened.peagle_cuda_open.restype = ctypes.c_char_p
-    if said := opened.peagle_cuda_open(driver.encode(), cubin, ctypes.c_int64(len(cubin)), ctypes.c_int(tiles)):
-        raise CudaError(said.decode())
+    if error := opened.peagle_cuda_open(driver.encode(), cubin, ctypes.c_int64(len(cubin)), ctypes.c_int(tiles)):
+        raise CudaError(error.decode())
     for name in HANDLERS:
         handler = jax.ffi.pycapsule(getattr(opened, f"peagle_cuda_{name}"))
         jax.ffi.register_ffi_target(f"peagle_cuda_{name}", handler, platform=platform)
@@ -82,8 +82,8 @@ def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str, *, ti
 
 def _capability() -> str:
     """Return the first GPU's compute capability, as "9.0". Raises CudaError if it is too old."""
-    said = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
-    major = said.split(".")[0]
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
+    major = capability.split(".")[0]
     if not major.isdecimal() or int(major) < _MAJOR:
-        raise CudaError(f"the GPU kernels need compute capability {_MAJOR}.0 or more, this GPU's is {said}")
-    return said
+        raise CudaError(f"the GPU kernels need compute capability {_MAJOR}.0 or more, this GPU's is {capability}")
+    return capability

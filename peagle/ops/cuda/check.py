@@ -48,9 +48,9 @@ def check_linear(rows: int, inputs: int, outputs: int) -> None:
         _halves(rng, *shape) for shape in ((rows, inputs), (inputs, outputs), (outputs,), (rows, outputs))
     )
     product = x.astype(np.float64) @ weights.astype(np.float64)
-    for more in ((None, None), (bias, residual)):
-        expected = product + sum(term.astype(np.float64) for term in more if term is not None)
-        operands = (None if term is None else jnp.asarray(term) for term in more)
+    for addends in ((None, None), (bias, residual)):
+        expected = product + sum(term.astype(np.float64) for term in addends if term is not None)
+        operands = (None if term is None else jnp.asarray(term) for term in addends)
         output = np.asarray(calls.linear(jnp.asarray(x), jnp.asarray(weights), *operands), np.float64)
         _expect_near(output, expected, f"a product of {rows} rows, {inputs} x {outputs}")
 

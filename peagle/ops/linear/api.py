@@ -112,9 +112,9 @@ def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, position
     def of_rank(
         parts: jax.Array | PackedMatrix, x: jax.Array, scale: jax.Array | None, positions: jax.Array | None
     ) -> jax.Array:
-        mine = jax.tree.map(lambda leaf: leaf[0], parts)
+        part = jax.tree.map(lambda leaf: leaf[0], parts)
         scaled = None if norm is None or scale is None else norm._replace(weight=scale)
-        product = _product(x, mine, None, scaled, None, positions, x.dtype, None)
+        product = _product(x, part, None, scaled, None, positions, x.dtype, None)
         return Ranks(weight.axis, weight.mesh.size).gather(product, weight.outputs)
 
     same = PartitionSpec()

@@ -42,8 +42,8 @@ def _split(leaf: jax.Array, axis: int, width: int, mesh: Mesh) -> jax.Array:
 
     def part(index: Any) -> np.ndarray:
         start = (index[0].start or 0) * width
-        mine = whole[start : start + width]
-        filled = np.pad(mine, [(0, width - len(mine)), *[(0, 0)] * (whole.ndim - 1)])
+        entries = whole[start : start + width]
+        filled = np.pad(entries, [(0, width - len(entries)), *[(0, 0)] * (whole.ndim - 1)])
         return np.ascontiguousarray(filled.swapaxes(0, axis))[None]
 
     shape = list(leaf.shape)

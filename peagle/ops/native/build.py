@@ -125,12 +125,12 @@ def compile_library(path: Path, sources: list[Path], *flags: str) -> Path:
     unique = () if "clang" in version else ("-fno-gnu-unique",)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     command = [cxx, *FLAGS, *unique, *flags, "-isystem", str(include), *map(str, sources), "-o", str(temporary)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
         temporary.unlink(missing_ok=True)
-        errors = [line for line in done.stderr.splitlines() if "error" in line]
-        said = errors[0] if errors else " ".join(done.stderr.split())[-300:]
-        raise BuildError(f"{cxx} failed: {said or f'exit status {done.returncode}, no message'}")
+        errors = [line for line in result.stderr.splitlines() if "error" in line]
+        message = errors[0] if errors else " ".join(result.stderr.split())[-300:]
+        raise BuildError(f"{cxx} failed: {message or f'exit status {result.returncode}, no message'}")
     os.replace(temporary, path)
     return path
 
