@@ -47,6 +47,10 @@ KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
 )
 AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to pay (peagle.engine.widths)
 NumDrafts = int | str | None  # K, or auto, or auto:N (`most_by_auto`)
+DtypeName = Literal["float32", "bfloat16"]
+ExpertsChoice = Literal["auto", "packed", "expanded"]
+KernelsChoice = Literal["auto", "native", "xla"]
+Reduction = Literal["ordered", "psum"]
 
 
 def read_bias(typed: str) -> tuple[int, float]:
@@ -57,9 +61,6 @@ def read_bias(typed: str) -> tuple[int, float]:
     except ValueError:
         message = f"logit_bias is {typed!r}; expected ID=VALUE, a token id and a number: 13=-5"
         raise InputError(message, "logit_bias") from None
-
-
-read_layers = layers_reader("aux_layer_ids")
 
 
 def read_num_drafts(typed: str) -> NumDrafts:
@@ -332,7 +333,7 @@ class LoadConfig:
     drafter: Annotated[str | None, Flag(MODEL, "DIR|ngram")] = None
     """P-EAGLE, EAGLE-3 or DFlash checkpoint; ngram: prompt lookup, without weights; demo-eagle3, demo-dflash: the
     demo's other drafters. Default: the demo's P-EAGLE."""
-    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=read_layers)] = None
+    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
     """Target layers (0-based) whose outputs the drafter reads. Default: as in the drafter's config.json."""
     download: Annotated[bool, Flag(MODEL)] = False
     """Download checkpoints named OWNER/NAME from the Hugging Face Hub unless they are in its local cache. Without it,
@@ -345,16 +346,16 @@ class LoadConfig:
     retain_full_kv: Annotated[bool, Flag(ENGINE)] = False
     """Keep all positions in sliding-window layers: more memory, but a prompt reuses any cached prefix, not only one up
     to the end of a chunk, prompt or turn."""
-    dtype: Annotated[Literal["float32", "bfloat16"] | None, Flag(MACHINE, "DTYPE")] = None
+    dtype: Annotated[DtypeName | None, Flag(MACHINE, "DTYPE")] = None
     """Compute in float32 or bfloat16. Default: float32 on CPU, bfloat16 elsewhere."""
-    experts: Annotated[Literal["auto", "packed", "expanded"], Flag(MACHINE, "LAYOUT")] = "auto"
+    experts: Annotated[ExpertsChoice, Flag(MACHINE, "LAYOUT")] = "auto"
     """packed: keep MXFP4 in memory; expanded: dequantise at load; auto: the fastest that fits."""
-    kernels: Annotated[Literal["auto", "native", "xla"], Flag(MACHINE, "KIND")] = "auto"
+    kernels: Annotated[KernelsChoice, Flag(MACHINE, "KIND")] = "auto"
     """native: the compiled kernels, or an error; xla: XLA's own code; auto: native if they run here."""
     mesh: Annotated[str | None, Flag(MACHINE, "tp=N,ep=N,dp=N")] = None
     """Shard the target over tp x ep devices: heads, caches and vocabulary over all, each expert over tp, the set of
     experts over ep. dp: that many replicas, each on its own devices, share the slots. Default: one device."""
-    reduce: Annotated[Literal["ordered", "psum"], Flag(MACHINE, "HOW")] = "ordered"
+    reduce: Annotated[Reduction, Flag(MACHINE, "HOW")] = "ordered"
     """How devices sum. ordered: in rank order, so that verifying equals decoding bit for bit; psum: all-reduce."""
     coordinator: Annotated[str | None, Flag(MACHINE, "HOST:PORT")] = None
     """Address at which process 0 waits for the others; PORT alone: this machine. --mesh then spans the devices of all

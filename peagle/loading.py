@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from peagle.checkpoints import DEMO, WEIGHTLESS, another_target, drafter_path, resolve, speculation_of
-from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK
+from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK, DtypeName, ExpertsChoice, KernelsChoice, Reduction
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.remote import Lead
 from peagle.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
@@ -50,11 +50,6 @@ NO_STOP_TOKEN = (  # a warning, which follows the directory's name
 )
 
 
-DtypeName = Literal["float32", "bfloat16"]
-ExpertsChoice = Literal["auto", "packed", "expanded"]
-KernelsChoice = Literal["auto", "native", "xla"]
-
-
 def load(
     target: str | Path = DEMO,
     drafter: str | Path | None = DEMO,
@@ -66,7 +61,7 @@ def load(
     drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
     mesh: str | None = None,
-    reduce: Literal["ordered", "psum"] = "ordered",
+    reduce: Reduction = "ordered",
     retain_full_kv: bool = False,
     progress: Callable[[int, int], None] | None = None,
     lead: Lead | None = None,
