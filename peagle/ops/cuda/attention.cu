@@ -57,7 +57,7 @@ __device__ inline void Cover(Range& all, Range one) {
   all.last = max(all.last, one.last);
 }
 
-// A value of a head, and the one that it is rotated with: the one half a head further, or with `minus` half a head before.
+// Rotates a value of a head with its partner, half a head before, or with `minus` half a head further.
 __device__ inline float Rotated(float own, float other, float c, float s, bool minus) {
   return minus ? own * c - other * s : own * c + other * s;
 }
@@ -116,8 +116,8 @@ struct Attended {
   float peak[2] = {kNothing, kNothing}, total[2] = {0, 0}, out[kHead / 8][4] = {};
 };
 
-// Adds 16 kCount slots of a staged page, from `slot` on, which is index `start`, to kQueries times sixteen queries. `masked`:
-// some query does not see some of them.
+// Adds 16 kCount slots of a staged page, from `slot` on, to the results of kQueries times sixteen queries. `slot` is index
+// `start`. `masked`: some query does not see all of them.
 template <int kCount, int kQueries>
 __device__ __forceinline__ void Attend(const Queries (&q)[kQueries], const StagedPage& page, int slot, int start, bool masked,
                                        Attended (&result)[kQueries]) {
@@ -225,7 +225,7 @@ __device__ inline void CombineWarps(const AttentionShared& shared, int count, fl
   }
 }
 
-// How many blocks of a tile have their partial results; zero between grids, of which one runs at a time.
+// How many blocks of a tile have stored their partial results. Zero between grids; one grid runs at a time.
 __device__ int attended[kMostTiles];
 
 struct SplitShared {
@@ -241,8 +241,8 @@ struct Chunks {
   __device__ bool Used(int split) const { return Begin(split) <= last; }
 };
 
-// Joins the splits' results for `count` queries from `tile` on, of `queries` of a kv head, with their sinks; a row that sees
-// nothing gets zeros. The results are those of the first of these queries and splits.
+// Joins the splits' results, and the sinks, for `count` of a kv head's `queries`, from `tile` on. A row that sees nothing gets
+// zeros. The pointers are to the results of the first of these queries and splits.
 __device__ inline void CombineSplits(const float* partial, const float* peaks, const float* totals, const Half* sinks,
                                      const Chunks& chunks, int queries, int tile, int count, int shared_heads,
                                      SplitShared& shared, Half* out, long long row_stride) {
@@ -294,8 +294,8 @@ struct NewRows {
   Half keys[kMostFewRows][kHead], values[kMostFewRows][kHead];
 };
 
-// Of a warp: rotates the keys of the rows whose index lies within `wanted`, and writes keys and values, with `pages_too` to
-// the pages as well.
+// Of a warp: rotates the keys of the rows whose index is within `wanted`, and writes keys and values; with `pages_too` to the
+// pages, too.
 __device__ inline void WriteRows(const Half* qkv, const Half* cosine, const Half* sine, const Table& pages, const int* write,
                                  int b, int g, int rows, int heads, int kv_heads, Range wanted, bool pages_too,
                                  NewRows& to) {

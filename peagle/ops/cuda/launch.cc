@@ -108,7 +108,7 @@ struct Driver {
   }
 };
 
-// A kernel of experts_hopper.cu for both products, by the most rows of an expert that it is for.
+// The kernels of experts_hopper.cu for both products, for up to that many rows of an expert.
 struct TileKernels {
   CUfunc_st *gate_up, *down;
   tiles::Widths widths;
@@ -416,7 +416,7 @@ ffi::Error Linear(Stream stream, AnyBuffer x, AnyBuffer weights, AnyBuffer bias,
   PEAGLE_EXPECT(out, BF16, T, N);
   Launcher on;
   if (ffi::Error error = on.Open(stream); error.failure()) return error;
-  // twice the outputs a block once these are blocks for half of a large GPU's multiprocessors
+  // twice the outputs per block, if that still makes blocks for half of a large GPU's multiprocessors
   const bool wide = N % (2 * kLinearOutputs) == 0 && N / (2 * kLinearOutputs) >= kLinearManyBlocks;
   void *x_at = Address(x), *weights_at = Address(weights), *out_at = Address(out);
   void* bias_at = bias.element_count() == 0 ? nullptr : Address(bias);
