@@ -62,7 +62,8 @@ class Partition:
         """Positions of each part."""
         return tuple(end - start for start, end in zip(self.starts, self.ends, strict=True))
 
-    def of_chain(self, anchors: np.ndarray) -> np.ndarray:
+    def parts_of(self, anchors: np.ndarray) -> np.ndarray:
+        """Return the number of the part that each anchor's chain belongs to."""
         return np.searchsorted(np.asarray(self.starts), np.minimum(anchors + 1, self.width - 1), side="right") - 1
 
     def counts(self, cod: Cod, num_anchors: int, in_part: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -105,7 +106,7 @@ def sample_chains(
     for depth, count in enumerate(cod.counts(len(kept)), start=1):
         kept = rng.permutation(kept[usable[kept, depth]])[:count]
         reach[kept] = depth
-    part_of = partition.of_chain(np.arange(width))
+    part_of = partition.parts_of(np.arange(width))
     drawn = rng.permutation(width)  # so that the chains beyond a part's room are cut at random
     return [
         _fit(drawn[part_of[drawn] == part], reach, room, padding=partition.ends[part] - 1)
@@ -127,7 +128,7 @@ def sample_blocks(
     the deepest draft, and rows whose token is not trained do not count. Padding has reach -1.
     """
     anchors = rng.permutation(np.flatnonzero(_usable(1, trained, segment_ids)[:, 0]))
-    part_of, drawn = partition.of_chain(anchors), []
+    part_of, drawn = partition.parts_of(anchors), []
     for part, room in enumerate(counts):
         own = anchors[part_of == part][: room[0]]
         free = (0, room[0] - len(own))

@@ -23,6 +23,17 @@ CHUNK_BYTES = 64_000_000  # logits in memory at once: with a large vocabulary th
 
 
 @flax.struct.dataclass
+class TrainingRows:
+    """Packed rows, whole or a range of their positions, with the target's outputs."""
+
+    token_ids: jax.Array  # [B, T]
+    positions: jax.Array  # [B, T]
+    segment_ids: jax.Array  # [B, T]
+    trained: jax.Array  # [B, T]
+    target: dict[str, jax.Array]  # the tensors of shards.TEACHER, or aux_hidden and all logits, [B, T, ...]
+
+
+@flax.struct.dataclass
 class Labels:
     """The target's prediction after every token (row t predicts token t + 1), over the draft vocabulary.
 
@@ -79,12 +90,8 @@ def chain_loss(
     params: DrafterParams,
     config: DrafterConfig,
     loss: str,
-    token_ids: Int[Array, "B T"],
-    aux_hidden: Float[Array, "B T A"],
+    rows: TrainingRows,
     labels: Labels,
-    segment_ids: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    trained: Float[Array, "B T"],
     anchors: Int[Array, "B n"],
     reach: Int[Array, "B n"],
     counts: tuple[int, ...],
@@ -93,18 +100,19 @@ def chain_loss(
 ) -> Sums:
     """Compute the loss of one part of the sequence, by default all of it.
 
-    token_ids are unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row a + d + 1. A row counts
-    if its token is trained and in the anchor's segment, d <= its reach, and the drafter can propose its label; at depth
-    0 only if part[0] <= a < part[1]. The drafter reads no positions from part[1] on (drafter/train/cod.py).
-    draft_decay: the loss of draft d is weighted by exp(-d / draft_decay).
+    Row (a, d) predicts token a + d + 2; its label is the target's row a + d + 1. A row counts if its token is trained
+    and in the anchor's segment, d <= its reach, and the drafter can propose its label; at depth 0 only if part[0] <= a
+    < part[1]. The drafter reads no positions from part[1] on (drafter/train/cod.py). draft_decay: the loss of draft d
+    is weighted by exp(-d / draft_decay).
 
     A DFlash drafter's chain is a block, whose draft d is row d of its chain; there are no other rows.
     """
-    width = token_ids.shape[1]
+    batch, width = rows.token_ids.shape
     first, last = (0, width) if part is None else part
-    shifted = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
-    context = (aux_hidden[:, :last], segment_ids[:, :last], positions[:, :last])
-    batch, of_dflash, depths = token_ids.shape[0], config.kind == "DFlash", len(counts) + 1
+    shifted = jnp.pad(rows.token_ids[:, 1:], ((0, 0), (0, 1)))
+    aux_hidden = rows.target["aux_hidden"].astype(params.dtype)
+    context = (aux_hidden[:, :last], rows.segment_ids[:, :last], rows.positions[:, :last])
+    of_dflash, depths = config.kind == "DFlash", len(counts) + 1
     if of_dflash:
         x = forward_blocks(params, config, shifted, *context, anchors, depths)
         anchor, reached = (jnp.tile(values, (1, depths)) for values in (anchors, reach))
@@ -117,9 +125,10 @@ def chain_loss(
     inside = (label_row + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
     target_row = jnp.where(inside, label_row, 0)
     label = jnp.minimum(target_row + 1, width - 1)
-    same = jnp.take_along_axis(segment_ids, label, axis=1) == jnp.take_along_axis(segment_ids, anchor, axis=1)
-    counted = jnp.take_along_axis(trained, label, axis=1) * (inside & same & (reached >= depth)).astype(jnp.float32)
-    tokens = jnp.take_along_axis(token_ids, label, axis=1)
+    segment, anchor_segment = (jnp.take_along_axis(rows.segment_ids, at, axis=1) for at in (label, anchor))
+    counts_here = inside & (segment == anchor_segment) & (reached >= depth)
+    counted = jnp.take_along_axis(rows.trained, label, axis=1) * counts_here.astype(jnp.float32)
+    tokens = jnp.take_along_axis(rows.token_ids, label, axis=1)
     if params.draft_to_target is not None:
         tokens = _to_draft(params.draft_to_target, config.vocab_size)[tokens]
 
@@ -128,8 +137,8 @@ def chain_loss(
     parts = []
     for b in range(batch):
         fixed = (params.lm_head, params.norm, jax.tree.map(lambda leaf, b=b: leaf[b], labels))
-        rows = (x[b], target_row[b], tokens[b], counted[b])
-        parts.append(of_rows(fixed, rows) if x.shape[1] <= most else in_chunks(of_rows, fixed, rows, most))
+        outputs = (x[b], target_row[b], tokens[b], counted[b])
+        parts.append(of_rows(fixed, outputs) if x.shape[1] <= most else in_chunks(of_rows, fixed, outputs, most))
     row_losses, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
     by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
     if draft_decay is not None:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.batches import Batch
-from drafter.train.loss import Labels, Sums, chain_loss, labels_of_best, labels_of_logits
+from drafter.train.loss import Labels, Sums, TrainingRows, chain_loss, labels_of_best, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
 from peagle.ops.errors import InputError
 
@@ -81,17 +81,6 @@ class Record:
     gradient_norm: jax.Array
 
 
-@flax.struct.dataclass
-class _Input:
-    """The training input of whole rows, or of a range of positions of each."""
-
-    token_ids: jax.Array  # [B, T]
-    positions: jax.Array  # [B, T]
-    segment_ids: jax.Array  # [B, T]
-    trained: jax.Array  # [B, T]
-    target: dict[str, jax.Array]  # the tensors of shards.TEACHER, or aux_hidden and all logits, [B, T, ...]
-
-
 class _Part(NamedTuple):
     """A part of a row: its anchors at depth 0, and its room for chains by depth."""
 
@@ -118,26 +107,12 @@ def gradients_of(
     draft_to_target, partition, dtype = fixed.draft_to_target, recipe.partition, jnp.dtype(recipe.compute_dtype)
 
     def loss_of(
-        trained: DrafterParams, rows: _Input, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
+        trained: DrafterParams, rows: TrainingRows, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
     ) -> tuple[jax.Array, Sums]:
         whole = trained if fixed.frozen is None else fixed.frozen.within(trained)
-        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), whole)
-        sums = chain_loss(
-            cast.replace(draft_to_target=draft_to_target),
-            config,
-            recipe.loss,
-            rows.token_ids,
-            rows.target["aux_hidden"].astype(dtype),
-            labels,
-            rows.segment_ids,
-            rows.positions,
-            rows.trained,
-            anchors,
-            reach,
-            part.counts,
-            (part.start, part.end),
-            recipe.draft_decay,
-        )
+        drafter = jax.tree.map(lambda leaf: leaf.astype(dtype), whole).replace(draft_to_target=draft_to_target)
+        chains, span = (anchors, reach, part.counts), (part.start, part.end)
+        sums = chain_loss(drafter, config, recipe.loss, rows, labels, *chains, span, recipe.draft_decay)
         return sums.loss, sums
 
     def only_sums(*arguments: Any) -> tuple[tuple[()], Sums]:
@@ -164,14 +139,14 @@ def gradients_of(
     return sums, gradient
 
 
-def _taught(teacher: Teacher | None, batch: Batch) -> _Input:
+def _taught(teacher: Teacher | None, batch: Batch) -> TrainingRows:
     """Return the whole rows with the target's outputs, stored or computed now."""
     target = dict(batch.teacher)
     if "aux_hidden" not in target or "top_ids" not in target:
         assert teacher is not None
         logits, aux_hidden = teacher(batch.token_ids, batch.positions, batch.segment_ids)
         target |= {"aux_hidden": aux_hidden} if "top_ids" in target else {"aux_hidden": aux_hidden, "logits": logits}
-    return _Input(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
+    return TrainingRows(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
 
 
 def _labels(config: DrafterConfig, draft_to_target: jax.Array | None, target: Mapping[str, jax.Array]) -> Labels:
@@ -182,12 +157,12 @@ def _labels(config: DrafterConfig, draft_to_target: jax.Array | None, target: Ma
 
 
 def _part_by_part(
-    gradient_of: Callable[[_Input, jax.Array, jax.Array, _Part], tuple[Any, Sums]],
+    gradient_of: Callable[[TrainingRows, jax.Array, jax.Array, _Part], tuple[Any, Sums]],
     none: tuple[Any, Sums],
     before: int,
     recipe: Recipe,
     counts: tuple[int, ...],
-    rows: _Input,
+    rows: TrainingRows,
     chains: tuple[jax.Array, jax.Array],
 ) -> tuple[Sums, Any]:
     """Sum the parts' (gradient, sums) in a loop on the device, so that memory is that of one part.

@@ -10,6 +10,7 @@ import numpy as np
 from drafter.config import DrafterConfig
 from drafter.train.cod import Partition, sample_blocks, sample_chains
 from drafter.train.config import Cod
+from drafter.train.loss import TrainingRows
 from peagle.ops.rope import RopeConfig
 
 CONFIG = DrafterConfig(
@@ -50,6 +51,11 @@ def sequence(seed: int) -> Data:
 
 def on_device(data: Data) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value) for name, value in data.items()}
+
+
+def training_rows(data: Data) -> TrainingRows:
+    inputs = {name: data[name] for name in ("token_ids", "positions", "segment_ids", "trained")}
+    return TrainingRows(**on_device(inputs), target={"aux_hidden": jnp.asarray(data["aux_hidden"])})
 
 
 def chains(data: Data, cod: Cod, counts: Counts) -> Chains:

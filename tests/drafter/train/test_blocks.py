@@ -19,6 +19,7 @@ from drafter.train.forward import forward_blocks
 from drafter.train.loss import Sums, chain_loss, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
 from drafter.train.step import Fixed, FrozenWeights, State, next_state
+from tests.drafter.train.rows import training_rows
 from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, random_params
 
 T, DEPTH, BLOCKS = 24, 4, 7
@@ -100,8 +101,8 @@ def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
 
 def sums_of(params: DrafterParams, data: dict[str, np.ndarray], chains: Any, counts: Any, **options: Any) -> Sums:
     logits = np.random.default_rng(7).normal(0, 2, (1, T, CONFIG.vocab_size)).astype(np.float32)
-    operands = {**data, "anchors": chains[0], "reach": chains[1], "counts": counts}
-    return losses(params, ONE_LAYER, "half", labels=labels_of_logits(jnp.asarray(logits), None), **operands, **options)
+    labels = labels_of_logits(jnp.asarray(logits), None)
+    return losses(params, ONE_LAYER, "half", training_rows(data), labels, *chains, counts, **options)
 
 
 def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:

@@ -20,7 +20,7 @@ from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import Labels, labels_of_best, labels_of_logits, losses_of_rows
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput
-from tests.drafter.train.rows import CONFIG, SMALL, T, chains, on_device, sequence
+from tests.drafter.train.rows import CONFIG, SMALL, T, chains, on_device, sequence, training_rows
 from tests.support.paging import small_pages
 
 loss_of_chains = jax.jit(loss.chain_loss, static_argnames=("config", "loss", "counts", "part"))
@@ -49,9 +49,8 @@ def sums(
     **options: Any,
 ) -> loss.Sums:
     """Compute chain_loss with labels from the data's logits."""
-    device = on_device(data)
-    logits = device.pop("target_logits")
-    return loss_of_chains(params, config, name, labels=labels or labels_of_logits(logits, None), **device, **options)
+    labels = labels or labels_of_logits(jnp.asarray(data["target_logits"]), None)
+    return loss_of_chains(params, config, name, training_rows(data), labels, **options)
 
 
 @pytest.mark.parametrize(
