@@ -168,8 +168,8 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Restarts(Protocol):
-    """What a drafter without cache groups also has: the engine lets it read every request's tokens from the first."""
+class DrafterWithoutCaches(Drafter, Protocol):
+    """A drafter without cache groups. The engine lets it read every request's tokens from the first."""
 
     def restart(self, state: PyTree) -> PyTree:
         """Forget the tokens of all sequences of a state."""

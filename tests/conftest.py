@@ -1,135 +1,28 @@
-"""Everything under test runs strictly: no silent promotion of dtypes or ranks, and every signature of ours is checked
-at each call, shapes by jaxtyping and the rest by beartype."""
+"""Run everything under test strictly: signatures are checked, and dtypes and ranks are never promoted silently."""
 
-import os
+from tests.support import compiling
 
-from tests.support.compiling import COMPILED, FLAGS, MOST_BYTES
+compiling.set_environment()
 
-os.environ["JAX_COMPILATION_CACHE_DIR"] = ""  # child processes keep nothing
-os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  # of two of a name the last one counts
-
+# ruff: noqa: E402  JAX reads the environment when it is imported
 import peagle  # noqa: F401, I001  before JAX: it makes its CPU backend right before it starts
 
 import ctypes
-import dataclasses
-import functools
 import gc
-import inspect
+import os
 import signal
 import threading
-import types
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-import flax.struct
 import hypothesis
 import jax
-import jaxtyping
-import numpy as np
 import pytest
 
-_struct_dataclass = flax.struct.dataclass
+from tests.support import strict
 
-
-def _unchecked_dataclass(*args: Any, **kwargs: Any) -> Any:
-    """flax.struct.dataclass, its __init__ exempt: JAX rebuilds pytrees with leaves that are not arrays."""
-    made = _struct_dataclass(*args, **kwargs)
-    if isinstance(made, type):
-        made.__no_type_check__ = True  # type: ignore[attr-defined]
-    return made
-
-
-_jaxtyped = jaxtyping.jaxtyped
-
-
-def _may_hold_a_shape(hint: Any) -> bool:
-    """Whether jaxtyping has something to say of what is annotated so; a text may name anything."""
-    if isinstance(hint, str) or (isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)):
-        return True
-    parts = () if get_origin(hint) is Literal else hint if isinstance(hint, list) else get_args(hint)
-    return any(map(_may_hold_a_shape, parts))
-
-
-# what frameworks tell apart by its flags stays what it is
-_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-def _at_its_first_call(check: Callable[[Any], Any], function: Any) -> Any:
-    """Make `check(function)` at the first call: a process calls a part of our functions, and making a check takes as
-    long as thousands of checks."""
-    if not function.__annotations__:
-        return function
-    if function.__code__.co_flags & _SUSPENDED:
-        return check(function)
-    run: Any = None
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal run
-        if run is None:
-            run = check(function) if function.__closure__ is None else _by_shared_check(check, function)
-        return run(*args, **kwargs)
-
-    return call
-
-
-_shared_checks: dict[types.CodeType, Any] = {}  # of closures
-_pending = threading.local()  # the closures whose arguments are being checked
-
-
-def _by_shared_check(check: Callable[[Any], Any], closure: Any) -> Any:
-    """Share one check among the closures of a function, which is made anew at every call of the one around it."""
-    code = closure.__code__
-    if code not in _shared_checks:
-        # holds nothing alive of what the first closure saw
-        cells = tuple(types.CellType() for _ in code.co_freevars)
-        hollow = types.FunctionType(code, closure.__globals__, closure.__name__, closure.__defaults__, cells)
-        hollow.__kwdefaults__, hollow.__qualname__ = closure.__kwdefaults__, closure.__qualname__
-        hollow.__annotations__ = closure.__annotations__
-
-        @functools.wraps(hollow)
-        def relay(*args: Any, **kwargs: Any) -> Any:
-            return _pending.closures.pop()(*args, **kwargs)
-
-        _shared_checks[code] = check(relay)
-    checked = _shared_checks[code]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        closures = _pending.__dict__.setdefault("closures", [])
-        depth = len(closures)
-        closures.append(closure)
-        try:
-            return checked(*args, **kwargs)
-        finally:
-            del closures[depth:]  # left there if its arguments do not fit
-
-    return run
-
-
-def _jaxtyped_where_shapes_are(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """jaxtyping.jaxtyped, but that signatures without shapes are the type checker's alone: jaxtyping binds the
-    arguments at every call, and calls two more functions, which is thirty times as long."""
-
-    def check(made: Any) -> Any:
-        shapes = any(map(_may_hold_a_shape, made.__annotations__.values()))
-        return _jaxtyped(made, typechecker=typechecker) if shapes else typechecker(made)
-
-    def checked(made: Any) -> Any:
-        if inspect.isfunction(made):
-            return _at_its_first_call(check, made)
-        own = vars(made).get("__init__") if dataclasses.is_dataclass(made) else None
-        if own is not None and not hasattr(own, "__wrapped__") and not getattr(made, "__no_type_check__", False):
-            made.__init__ = checked(own)
-        return made
-
-    return checked
-
-
-flax.struct.dataclass = _unchecked_dataclass
-jaxtyping.jaxtyped = _jaxtyped_where_shapes_are
-jaxtyping.install_import_hook(["peagle", "target", "drafter"], "beartype.beartype")
+strict.install()
 
 # a busy machine is no failure
 hypothesis.settings.register_profile(
@@ -141,39 +34,14 @@ hypothesis.settings.load_profile("peagle")
 if threading.current_thread() is threading.main_thread():  # Ray imports it elsewhere, for a checked class
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_stage = jax._src.core.stage_p
-_lift = _stage.impl
-
-
-def _lift_quickly(value: Any) -> jax.Array:
-    """Copy NumPy's arrays to the device, in place of JAX's program for each shape: there are thousands of them here."""
-    if isinstance(value, np.ndarray) and not getattr(value, "weak_type", False):
-        return jax.device_put(np.array(value))
-    return _lift(value)
-
-
-_stage.def_impl(_lift_quickly)
-
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-jax.config.update("jax_compilation_cache_dir", str(COMPILED))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-# a quarter of the time
-jax._src.compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)
-jax._src.compilation_cache.decompress_executable = zlib.decompress
+compiling.keep_programs()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The programs written last are kept, of a size that is looked at once: given a limit, JAX reads a file of each of
-    the thousands of programs at every one it writes, and holds a lock meanwhile."""
-    if hasattr(config, "workerinput"):
-        return
-    from peagle.ops.files import trim_folder  # not before signatures are checked
-
-    COMPILED.mkdir(parents=True, exist_ok=True)
-    trim_folder(COMPILED, MOST_BYTES)
+    if not hasattr(config, "workerinput"):
+        compiling.trim_programs()
 
 
 _C_LIBRARY = ctypes.CDLL(None)

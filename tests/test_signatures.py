@@ -1,4 +1,4 @@
-"""Signatures are checked at each call here (tests/conftest.py): with shapes and without, and those of dataclasses."""
+"""Signatures are checked at each call (tests/support/strict.py): with shapes and without, and those of dataclasses."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,6 @@ import beartype
 import beartype.roar
 import jax.numpy as jnp
 import jaxtyping
-import numpy as np
 import pytest
 
 from peagle.engine.request import Request
@@ -44,30 +43,10 @@ def test_what_fits_is_none() -> None:
     WeightBytes(1, 2, 3, 4).read(5)
 
 
-def test_closures_of_one_function_share_a_check_and_not_what_they_see() -> None:
-    """Whichever is called first, and after arguments that did not fit."""
+def test_functions_within_functions_have_no_check() -> None:
+    """They are made at every call, and a check takes as long as thousands of calls."""
 
-    def adding(number: int) -> Callable[..., object]:
-        def add(to: int, factor: int = 1) -> int:
-            return number * factor + to
+    def add(to: int) -> int:
+        return 1 + to
 
-        def shape_of(x: jaxtyping.Float[np.ndarray, "B D"]) -> jaxtyping.Float[np.ndarray, " D"]:
-            return x[number] if number < 9 else x  # type: ignore[no-any-return]
-
-        return jaxtyping.jaxtyped(typechecker=beartype.beartype)(shape_of if number % 2 else add)
-
-    first, second = adding(2), adding(4)
-    assert (first(1), second(1), first(1, factor=3)) == (3, 5, 7)
-    for _ in range(2):
-        with pytest.raises(BROKEN):
-            second("a text")
-        assert (second(1), first(1)) == (5, 3)
-    rows, other, wrong = adding(1), adding(3), adding(9)
-    x = np.arange(12.0).reshape(4, 3)
-    assert rows(x).tolist() == [3, 4, 5]
-    assert other(x).tolist() == [9, 10, 11]
-    with pytest.raises(BROKEN):
-        wrong(x)
-    with pytest.raises(BROKEN):
-        rows(x[0])
-    assert rows(x).tolist() == [3, 4, 5]
+    assert jaxtyping.jaxtyped(typechecker=beartype.beartype)(add) is add

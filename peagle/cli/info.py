@@ -27,7 +27,7 @@ class Info:
     """
 
     directories: Annotated[tuple[str, ...], Flag(names=("DIR",))] = ()
-    """Target, drafter, or both. Default: the demo models."""
+    """Target, drafter, or both; demo, demo-eagle3, demo-dflash: the package's own. Default: demo demo."""
     load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()
     role: Annotated[Literal["both", "prefill", "decode"] | None, Flag(PLAN, "ROLE")] = None
     """Also print the cache memory of an engine, and how many tokens fit: one that only prefills (prefill), only decodes

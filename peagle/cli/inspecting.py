@@ -13,7 +13,16 @@ from drafter.load import doubtful_map
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
-from peagle.checkpoints import DEMO, another_target, drafter_folder, drafter_speculation, or_demo, resolve
+from peagle.checkpoints import (
+    DEMO,
+    DEMO_DRAFTERS,
+    WEIGHTLESS,
+    another_target,
+    drafter_folder,
+    drafter_speculation,
+    or_demo,
+    resolve,
+)
 from peagle.cli.info import Info
 from peagle.cli.output import show_lines
 from peagle.config import AUTO, DEFAULT_CHUNK
@@ -60,20 +69,20 @@ def inspect(settings: Info) -> int:
     targets = [(*model, inspect_target(model[1])) for model, fits in zip(paths, is_drafter, strict=True) if not fits]
     _check_kinds(settings, len(targets), len(drafters), [name for name, _ in paths])
     tables = {}
-    for name, path, files in targets:
+    for _, path, files in targets:
         rows = target_rows(files, path)
         if shape is not None:
             rows += mesh_rows(files, shape, device, slots, settings.context)
-        tables[name] = "GPT-OSS target", rows
+        tables[path] = "GPT-OSS target", rows
     doubts = []
     for name, path, checkpoint in drafters:
         config = parse_drafter(checkpoint, aux_layer_ids)
-        tables[name] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
+        tables[path] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
         doubts.append(doubtful_map(checkpoint, config))
         if not targets and aux_layer_ids is None:
             doubts.append(doubtful_aux_layers(named_aux_layers(checkpoint.config), name))
-    for name, _ in paths:
-        _print(name, *tables[name])
+    for name, path in paths:
+        _print(name, *tables[path])
     if targets and drafters:
         (target_name, target_path, target), (drafter_name, drafter_path, drafter) = targets[0], drafters[0]
         layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
@@ -91,7 +100,16 @@ def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
         return [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
     if len(names) > 2:
         raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
-    return [(name, drafter_folder(resolve(or_demo(name), "target"))) for name in names]
+    return [(name, _directory(or_demo(name), place)) for place, name in enumerate(names)]
+
+
+def _directory(name: str, place: int) -> Path:
+    """Return a checkpoint's directory. The demo's drafters have names; `demo` is the drafter in the second place."""
+    if name in WEIGHTLESS:
+        raise InputError(f"{name} has no checkpoint to inspect; expected a directory or {', '.join(DEMO_DRAFTERS)}")
+    if name in DEMO_DRAFTERS and (place or name != DEMO):
+        return resolve(name, "drafter")
+    return drafter_folder(resolve(name, "target"))
 
 
 def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from peagle.ops import native
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
-from peagle.protocols import Restarts
+from peagle.protocols import DrafterWithoutCaches
 
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}  # CUDA graphs only of this many operations: never
 Make = TypeVar("Make", bound=Callable[..., Any])
@@ -159,7 +159,7 @@ def learn_program(model: Any) -> Any:
     ) -> Any:
         _traces["learn"] += 1
         drafter = jax.tree.unflatten(model, model_leaves)
-        assert isinstance(drafter, Restarts)
+        assert isinstance(drafter, DrafterWithoutCaches)
 
         def row(leaf: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)

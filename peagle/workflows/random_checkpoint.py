@@ -10,11 +10,15 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from drafter.config import DrafterConfig, Kind
 from drafter.dialects import default_dflash_layers
+from drafter.load import save_drafter
+from drafter.params import init_params
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -131,6 +135,14 @@ DFLASH_LAYERS = 5
 IN_TURN = DrafterShape("EAGLE-3, 1 layer", 1, "EAGLE-3")
 PARALLEL = DrafterShape("P-EAGLE, 4 layers", 4, "P-EAGLE")  # the public 20b drafter's geometry
 IN_BLOCKS = DrafterShape("DFlash, 8 layers", 8, "DFlash")  # likewise
+LEAST_LAYERS = 4  # of a target, for three layers to read that are distinct
+
+
+def write_random_drafter(directory: Path, shape: DrafterShape, target: TargetConfig) -> None:
+    """Write a drafter of random weights in bfloat16 for a target."""
+    config = shape.config(target)
+    params = jax.jit(lambda key: init_params(config, key, jnp.bfloat16))(jax.random.key(3))
+    save_drafter(directory, params, config)
 
 
 def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: bool = True, seed: int = 0) -> None:

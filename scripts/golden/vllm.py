@@ -33,9 +33,9 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.pair import Pair
 from peagle.result import decode
+from scripts.peers.measure import write_unquantised
 from scripts.peers.roster import cannot_run, start
 from scripts.runs import ROOT, Json, add_prompt_options, in_one_line, new_parser, numbers, origin, prompted
-from target.load import load_target, save_target
 
 GOLDEN = ROOT / "tests" / "golden" / "vllm.jsonl"
 DRAFTERS = (DEMO, DEMO_EAGLE3)
@@ -88,16 +88,25 @@ class Peer:
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         options = {
             "target": str(self._target),
-            "drafter": str(drafter.resolve()),
-            "parallel": parse_config(read_checkpoint(drafter)).parallel,
-            "num_drafts": k,
+            "dtype": "float32",
             "max_positions": longest + 2 * (k + 1),  # it drafts less near the last position
-            "stop_token_ids": self._stop_token_ids,
+            "max_requests": 1,
+            "drafter": str(drafter.resolve()),
+            "num_drafts": k,
+            "parallel": parse_config(read_checkpoint(drafter)).parallel,
+            "counts_steps": True,
         }
         with start("vLLM", self._python, "vllm", options) as vllm:
             self.version = vllm.described["version"]
             return [
-                _answer(vllm.call("speculate", prompt_ids=list(request.prompt_ids), num_tokens=request.max_new_tokens))
+                _answer(
+                    vllm.call(
+                        "answer",
+                        prompt_ids=list(request.prompt_ids),
+                        num_tokens=request.max_new_tokens,
+                        stop_token_ids=self._stop_token_ids,
+                    )
+                )
                 for request in requests
             ]
 
@@ -107,12 +116,6 @@ def _answer(answer: Json) -> Answer:
     return Answer(
         tuple(answer["token_ids"]), tuple(steps.get("per_step_accepted", ())), {name: steps[name] for name in COUNTS}
     )
-
-
-def write_float32_copy(directory: Path, copy: Path) -> None:
-    """Write the target without quantisation, in Hugging Face's layout."""
-    loaded = load_target(directory, experts="expanded")
-    save_target(copy, loaded.params, loaded.config, dtype=np.float32, mxfp4=False, stop_token_ids=loaded.stop_token_ids)
 
 
 def recorded() -> tuple[Json, list[tuple[Drafting, Request, Answer]]]:
@@ -151,7 +154,7 @@ def record(options: argparse.Namespace, typed: Sequence[str]) -> int:
     requests = prompted(options, pair)
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "target"
-        write_float32_copy(resolve(options.target, "target"), copy)
+        write_unquantised(resolve(options.target, "target"), copy, np.float32)
         peer = Peer(options.vllm_python, copy, pair.stop_token_ids)
         answers = {}
         for drafting in draftings:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from scripts.peers.measure import Measured, Settings
-from scripts.peers.roster import OURS, Entry, batches
+from scripts.peers.roster import OURS, Entry
 from scripts.runs import Json, ratios, spread
 
 Seconds = dict[tuple[str, str], list[float]]  # of each round, by engine and measurement
@@ -35,8 +35,8 @@ def _seconds_of(line: Json, num_steps: int) -> Iterator[tuple[str, float]]:
     """Yield the seconds of prefill, decode (a token), a width, "together N" (a step)."""
     if line["what"] == "verify":
         yield str(line["rows"]), line["pass_s"]
-    elif line["what"] == "decode_many":
-        yield f"together {line['requests']}", line["decode_s"] / num_steps
+    elif "requests" in line:
+        yield f"together {line['requests']}", line["decode_s"] / line.get("steps", num_steps)
     else:
         yield "prefill", line["prefill_s"]
         yield "decode", line["decode_s"] / num_steps
@@ -44,6 +44,8 @@ def _seconds_of(line: Json, num_steps: int) -> Iterator[tuple[str, float]]:
 
 def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, seconds: Seconds) -> Json:
     widths = [str(width) for width in settings.widths]
+    _, *drafter = entry.name.split(", ")
+    ours = ", ".join([OURS, *drafter])  # plain, or with the same drafter
 
     def own(measurement: str) -> list[float]:
         return seconds[entry.name, measurement]
@@ -53,31 +55,46 @@ def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, 
 
     def faster(measurement: str) -> Json:
         """Divide the peer's seconds by ours: how many times faster ours is."""
-        return spread(ratios(own(measurement), seconds[OURS, measurement]))
+        return spread(ratios(own(measurement), seconds[ours, measurement]))
+
+    def lines_of(count: int) -> list[Json]:
+        return [line for line in measured.lines if (line["engine"], line.get("requests")) == (entry.name, count)]
 
     def together(count: int) -> Json:
         """Compute the tokens a second of so many requests in all."""
-        lines = (line for line in measured.lines if (line["engine"], line.get("requests")) == (entry.name, count))
-        ways = sorted({line["way"] for line in lines if "way" in line})
+        ways = sorted({line["way"] for line in lines_of(count) if "way" in line})
         figures = {"tok_per_s": rate(count, f"together {count}"), "ours_over_peer": faster(f"together {count}")}
         return figures | ({"way": ", ".join(ways)} if ways else {})
 
+    def drafting(count: int) -> Json:
+        """Compute the milliseconds of a step of so many requests, and its tokens per request."""
+        tokens = [(settings.new_tokens - 1) / line["steps"] for line in lines_of(count)]
+        step = spread([1e3 * s for s in own(f"together {count}")])
+        return {
+            "step_ms": step,
+            "tokens_a_step": spread(tokens),
+            "ours_over_peer": faster(f"together {count}"),
+        }
+
+    row = {"checkpoint": checkpoint, "engine": entry.name, "weights": entry.weights, **measured.described[entry.name]}
     read = entry.storage.weights(measured.files.config).read(1)
-    many = settings.requests if batches(entry.name) else ()
-    return {
-        "checkpoint": checkpoint,
-        "engine": entry.name,
-        "weights": entry.weights,
-        **measured.described[entry.name],
-        "decode_tok_per_s": rate(1, "decode"),
-        "prefill_tok_per_s": rate(settings.prompt_tokens, "prefill"),
-        "pass_ms": {width: spread([1e3 * s for s in own(width)]) for width in widths},
-        "v": {width: spread(ratios(own(width), own("1"))) for width in widths},
-        "ours_over_peer_decode": faster("decode"),
-        "ours_over_peer_prefill": faster("prefill"),
-        "ours_over_peer_pass": {width: faster(width) for width in widths},
-        "bytes_per_token": read,
-        "gb_per_s": rate(read / 1e9, "1"),
-        **({"together": {str(n): together(n) for n in many}} if many else {}),
-        **measured.checks[entry.name],
-    }
+    if "decode" in entry.calls:
+        row |= {
+            "decode_tok_per_s": rate(1, "decode"),
+            "prefill_tok_per_s": rate(settings.prompt_tokens, "prefill"),
+            "ours_over_peer_decode": faster("decode"),
+            "ours_over_peer_prefill": faster("prefill"),
+            "bytes_per_token": read,
+        }
+    if "verify" in entry.calls:
+        row |= {
+            "pass_ms": {width: spread([1e3 * s for s in own(width)]) for width in widths},
+            "v": {width: spread(ratios(own(width), own("1"))) for width in widths},
+            "ours_over_peer_pass": {width: faster(width) for width in widths},
+            "gb_per_s": rate(read / 1e9, "1"),
+        }
+    if settings.requests and "decode_many" in entry.calls:
+        row["together"] = {str(count): together(count) for count in settings.requests}
+    if "speculate" in entry.calls:
+        row["drafting"] = {str(count): drafting(count) for count in settings.requests or (1,)}
+    return row | measured.checks.get(entry.name, {})

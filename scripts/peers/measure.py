@@ -2,27 +2,29 @@
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from peagle.measure.provenance import num_threads
 from peagle.ops.errors import InputError
+from peagle.workflows.random_checkpoint import write_random_drafter
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Child
-from scripts.peers.roster import LLAMA, Entry, Site, batches, entry, reference
+from scripts.peers.roster import DRAFTERS, LLAMA, OURS, VLLM, Entry, Site, drafting, entry, reference
 from scripts.runs import Json, Progress, turns
-from target.load import TargetFiles, inspect_target
+from target.load import TargetFiles, inspect_target, load_target, save_target
 
 CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half has one
 FEWEST_PASSES, MOST_PASSES = 3, 256
-FIGURES = ("prefill_s", "decode_s", "pass_s", "way")  # of a reply, for raw.jsonl
+FIGURES = ("prefill_s", "decode_s", "pass_s", "steps", "way")  # of a reply, for raw.jsonl
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,17 @@ class Settings:
     widths: tuple[int, ...]
     rounds: int
     seconds: float  # about so long the passes of one width are repeated
-    check_tokens: int
+    check_tokens: int  # 0: logits are not compared
     seed: int
     requests: tuple[int, ...] = ()  # decoded together, each number by itself
+    drafters: tuple[str, ...] = ()  # keys of DRAFTERS
+    num_drafts: int = 0  # of a step with a drafter
+
+    @property
+    def context(self) -> int:
+        """Count the positions that a sequence takes at most."""
+        rows = max(*self.widths, 2 * (self.num_drafts + 1))  # vLLM drafts less near the last position
+        return self.prompt_tokens + max(self.new_tokens, self.check_tokens) + rows
 
 
 @dataclass(frozen=True)
@@ -52,38 +62,61 @@ class Measured:
     lines: list[Json]  # one per measurement
 
 
-def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Progress) -> Measured:
-    """Measure one checkpoint."""
+def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], say: Progress) -> Measured:
+    """Measure one checkpoint. pythons: of llama.cpp and vLLM."""
     files = inspect_target(checkpoint)
     engines, tokens = settings.engines, Tokens(files.config.vocab_size, settings)
+    speculative = [engine for engine in engines if engine in (OURS, VLLM)]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
-        context = settings.prompt_tokens + max(settings.new_tokens, settings.check_tokens) + max(settings.widths)
-        gpu = jax.default_backend() == "gpu"
         site = Site(
-            checkpoint, files.mxfp4, Path(scratch) / "model.gguf", context, num_threads() or 1, llama_python, gpu
+            checkpoint,
+            files.mxfp4,
+            Path(scratch) / "model.gguf",
+            settings.context,
+            num_threads() or 1,
+            pythons,
+            max(settings.requests, default=1),
+            jax.default_backend() == "gpu",
+            len(engines) + len(speculative) * len(settings.drafters),
         )
-        say("reference logits")
-        with reference(site).start() as remote:
-            expected = logits_of(remote, tokens, Path(scratch))
-            if LLAMA in engines:
-                rounded = logits_of(remote, tokens, Path(scratch), round_yarn=True)
+        if settings.check_tokens:
+            say("reference logits")
+            with reference(site).start() as remote:
+                expected = logits_of(remote, tokens, Path(scratch))
+                if LLAMA in engines:
+                    rounded = logits_of(remote, tokens, Path(scratch), round_yarn=True)
         if LLAMA in engines:
             write_gguf(checkpoint, site.gguf)
-        entries = tuple(entry(engine, site) for engine in engines)
+        if VLLM in engines and not site.gpu:
+            write_unquantised(checkpoint, site.unquantised)
+        entries = [entry(engine, site) for engine in engines]
+        for name in settings.drafters:
+            directory = Path(scratch) / name
+            write_random_drafter(directory, DRAFTERS[name], files.config)
+            entries += [drafting(engine, name, directory, settings.num_drafts, site) for engine in speculative]
         children: dict[str, Child] = {}
         checks: dict[str, Json] = {}
         # the largest first: loading takes about twice an engine's memory
         for own in sorted(entries, key=lambda own: -own.storage.experts):
             say(f"{own.name} loads and is checked")
             children[own.name] = child = running.enter_context(own.start())
-            child.described |= child.call("prepare", prompt_ids=tokens.prompt, widths=list(settings.widths))
+            if "verify" in own.calls:
+                child.described |= child.call("prepare", prompt_ids=tokens.prompt, widths=list(settings.widths))
+            if "logits" not in own.calls or not settings.check_tokens:
+                continue
             logits = logits_of(child, tokens, Path(scratch))
             checks[own.name] = compare(logits, expected)
             if own.name == LLAMA:
                 checks[own.name]["rounded_yarn"] = compare(logits, rounded)
-        lines = list(run_rounds(children, tokens, settings, say))
+        lines = list(run_rounds(entries, children, tokens, settings, say))
         described = {engine: child.described for engine, child in children.items()}
-    return Measured(files, entries, described, checks, lines)
+    return Measured(files, tuple(entries), described, checks, lines)
+
+
+def write_unquantised(directory: Path, copy: Path, dtype: Any = ml_dtypes.bfloat16) -> None:
+    """Write a copy of a target without quantisation, in Hugging Face's layout: vLLM on a CPU runs no MXFP4."""
+    loaded = load_target(directory, experts="expanded")
+    save_target(copy, loaded.params, loaded.config, dtype=dtype, mxfp4=False, stop_token_ids=loaded.stop_token_ids)
 
 
 class Tokens:
@@ -133,13 +166,16 @@ def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
     }
 
 
-def run_rounds(engines: dict[str, Child], tokens: Tokens, settings: Settings, say: Progress) -> Iterator[Json]:
+def run_rounds(
+    entries: Sequence[Entry], engines: Mapping[str, Child], tokens: Tokens, settings: Settings, say: Progress
+) -> Iterator[Json]:
     """Yield a line per measurement. Round 0 warms up and chooses the numbers of passes."""
     num_passes: dict[tuple[str, int], int] = {}
+    by_name = {entry.name: entry for entry in entries}
     say.begin((settings.rounds + 1) * len(engines))
-    for number, engine in turns(list(engines), settings.rounds):
+    for number, engine in turns(list(by_name), settings.rounds):
         say.part(engine)
-        for call, fields, arguments in calls_of(engine, number, num_passes, tokens, settings):
+        for call, fields, arguments in calls_of(by_name[engine], number, num_passes, tokens, settings):
             with Bystanders(engines[engine].pid) as others:
                 reply = engines[engine].call(call, **arguments)
             if number:
@@ -152,13 +188,14 @@ def run_rounds(engines: dict[str, Child], tokens: Tokens, settings: Settings, sa
 
 
 def calls_of(
-    engine: str, number: int, num_passes: dict[tuple[str, int], int], tokens: Tokens, settings: Settings
+    entry: Entry, number: int, num_passes: Mapping[tuple[str, int], int], tokens: Tokens, settings: Settings
 ) -> Iterator[tuple[str, Json, Json]]:
     """Yield (call, fields of its line, arguments) of an engine's measurements in a round."""
-    yield "decode", {}, {"prompt_ids": tokens.prompt, "num_tokens": settings.new_tokens}
-    for width in settings.widths:
-        passes = tokens.passes(number, num_passes.get((engine, width), FEWEST_PASSES), width)
+    if "decode" in entry.calls:
+        yield "decode", {}, {"prompt_ids": tokens.prompt, "num_tokens": settings.new_tokens}
+    for width in settings.widths if "verify" in entry.calls else ():
+        passes = tokens.passes(number, num_passes.get((entry.name, width), FEWEST_PASSES), width)
         yield "verify", {"rows": width, "passes": len(passes)}, {"prompt_ids": tokens.prompt, "passes": passes}
-    for count in settings.requests if batches(engine) else ():
-        arguments = {"prompts": tokens.prompts(count), "num_tokens": settings.new_tokens}
-        yield "decode_many", {"requests": count}, arguments
+    for call, counts in (("decode_many", settings.requests), ("speculate", settings.requests or (1,))):
+        for count in counts if call in entry.calls else ():
+            yield call, {"requests": count}, {"prompts": tokens.prompts(count), "num_tokens": settings.new_tokens}

@@ -24,18 +24,24 @@ from target.model import GptOss
 MOST_PASSES = 256  # of one program, whose count is an operand: each width compiles once
 
 
-def load(directory: str, kernels: Literal["auto", "native", "xla"], dtype: Literal["float32", "bfloat16"]) -> "Ours":
-    """Load a checkpoint. Raises InputError if these kernels do not run."""
+def load(
+    directory: str,
+    kernels: Literal["auto", "native", "xla"],
+    dtype: Literal["float32", "bfloat16"],
+    drafter: str | None = None,
+    num_drafts: int = 0,
+) -> "Ours":
+    """Load a checkpoint, with a drafter or without. Raises InputError if these kernels do not run."""
     if dtype == "float32" and jax.default_backend() == "gpu":  # the reference; a process has one engine
         jax.config.update("jax_default_matmul_precision", "highest")  # not TF32
-    return Ours(peagle.load(directory, None, kernels=kernels, dtype=dtype))
+    return Ours(peagle.load(directory, drafter, kernels=kernels, dtype=dtype), num_drafts)
 
 
 class Ours:
     """See worker.Engine."""
 
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
+    def __init__(self, pair: Pair, num_drafts: int = 0) -> None:
+        self._pair, self._num_drafts = pair, num_drafts
         self._target = pair.plain_target
 
     def describe(self) -> dict[str, Any]:
@@ -79,6 +85,27 @@ class Ours:
 
         decode_s = time_steps(collected(), len(requests), num_tokens - 1)
         return {"decode_s": decode_s, "token_ids": token_ids}
+
+    def speculate(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+        """See worker.SpeculativeEngine. decode_s: of all tokens, less that of one token of each request."""
+        longest = Request(tuple(max(prompts, key=len)), num_tokens)
+        config = self._pair.engine_config(
+            self._num_drafts, slots=len(prompts), context=self._pair.capacity([longest, longest])
+        )
+        engine = self._pair.engine(config)
+        engine.warm_up()
+
+        def timed(budget: int) -> tuple[float, int]:
+            """Return (seconds, steps of all requests)."""
+            started = time.perf_counter()
+            requests = [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
+            steps = sum(len(chunk.steps) for _, chunk in engine.generate(requests))
+            return time.perf_counter() - started, steps
+
+        timed(1)  # the pages' first use takes longer
+        prefill_s, _ = timed(1)
+        whole_s, steps = timed(num_tokens)
+        return {"decode_s": whole_s - prefill_s, "steps": steps / len(prompts)}
 
     def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
         """See worker.Engine."""

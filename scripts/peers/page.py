@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from peagle.measure.metrics import Spread
 from peagle.measure.pages import Block, Table, heading
-from scripts.peers.roster import LLAMA, OURS
+from scripts.peers.roster import LLAMA, OURS, VLLM
 from scripts.runs import Json, cell, table, title
 
 
@@ -24,19 +24,32 @@ def page(run: Json) -> list[Block]:
         blocks += _section(checkpoint, own, [str(width) for width in config["widths"]])
     if config.get("requests"):
         blocks.append(_about_many(run))
+    if config.get("drafters"):
+        blocks.append(
+            f"Drafters: random weights of the public 20b drafters' geometries, K = {config['num_drafts']}. Random "
+            "drafts are hardly ever accepted, so the rows tell what a step costs. Time: of "
+            f"{config['new_tokens']} tokens of all requests, less that of one token, over the steps of a request."
+        )
     return [
         *blocks,
         "GB/s: weights read by a pass of one row (embedding and caches not counted) over its time. Passes have random "
         "tokens of their own; each ends when the greedy token of every row is known, and is rolled back. v(T) is the "
         'time of T rows over that of one; "by bytes" is v(T) if reading weights takes all of the time, with uniform, '
-        f"independent routing. Differences are between logits of {config['check_tokens']} teacher-forced tokens and "
-        "this project's on XLA in float32, in standard deviations of the latter.",
+        "independent routing.",
+        *(
+            [
+                f"Differences are between logits of {config['check_tokens']} teacher-forced tokens and this project's "
+                "on XLA in float32, in standard deviations of the latter."
+            ]
+            if config["check_tokens"]
+            else []
+        ),
     ]
 
 
 def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> Iterator[Block]:
     several = [width for width in widths if width != "1"]
-    peers = [row for row in rows if row["engine"] != OURS]
+    plain, with_passes = ([row for row in rows if key in row] for key in ("decode_tok_per_s", "pass_ms"))
     engine = {"engine": cell("engine")}
 
     def over_peer(name: str) -> Callable[[Json], str]:
@@ -49,16 +62,23 @@ def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> Iterator[
         "decoding, ours / peer": over_peer("ours_over_peer_decode"),
         "prefill tok/s": lambda row: spread_text(row["prefill_tok_per_s"]),
         "prefill, ours / peer": over_peer("ours_over_peer_prefill"),
-        "GB/s": lambda row: f"{row['gb_per_s']['median']:.1f}",
+        "GB/s": lambda row: f"{row['gb_per_s']['median']:.1f}" if "gb_per_s" in row else "",
     }
-    yield table(rows, engine | speeds)
+    yield table(plain, engine | speeds)
+    for row in plain:
+        if "max_difference" not in row:
+            yield f"{row['engine']} computes in {row['computes']}."
     milliseconds = {f"ms, T={w}": lambda row, w=w: f"{row['pass_ms'][w]['median']:.3g}" for w in widths}
-    costs = table(rows, engine | milliseconds | {f"v({w})": _of("v", w) for w in several})
+    costs = table(with_passes, engine | milliseconds | {f"v({w})": _of("v", w) for w in several})
     by_bytes = ["by bytes", *("" for _ in widths), *(f"{checkpoint['v_by_bytes'][w]:.2f}" for w in several)]
     yield Table(costs.header, [*costs.rows, by_bytes])
-    yield table(peers, engine | {f"ours / peer, T={w}": _of("ours_over_peer_pass", w) for w in widths})
+    peers = [row for row in with_passes if row["engine"] != OURS]
+    if peers:
+        yield table(peers, engine | {f"ours / peer, T={w}": _of("ours_over_peer_pass", w) for w in widths})
     yield from _together([row for row in rows if "together" in row])
-    yield _checks(rows)
+    yield from _drafting([row for row in rows if "drafting" in row])
+    if checked := [row for row in rows if "max_difference" in row]:
+        yield _checks(checked)
     if others := checkpoint["others_frac"]:
         yield (
             f"Other processes took {100 * others['median']:.0f} % of the processors' time during a measurement "
@@ -106,6 +126,23 @@ def _together(rows: list[Json]) -> Iterator[Block]:
             yield f"The faster cache of {row['engine']}: {'; '.join(named)}."
 
 
+def _drafting(rows: list[Json]) -> Iterator[Block]:
+    """Lay out the table of steps with a drafter of random weights; nothing if there were none."""
+    if not rows:
+        return
+    lines = [{"engine": row["engine"], "requests": n, **own} for row in rows for n, own in row["drafting"].items()]
+    columns = {
+        "engine, drafter": cell("engine"),
+        "requests": cell("requests"),
+        "ms a step": lambda line: spread_text(line["step_ms"]),
+        "tokens a step": lambda line: spread_text(line["tokens_a_step"]),
+        "step, ours / peer": lambda line: (
+            "" if line["engine"].startswith(f"{OURS}, ") else spread_text(line["ours_over_peer"])
+        ),
+    }
+    yield table(lines, columns)
+
+
 def _about_many(run: Json) -> str:
     """Explain the rows of many requests."""
     text = (
@@ -118,7 +155,9 @@ def _about_many(run: Json) -> str:
             " llama.cpp has a sequence for each and runs a batch a step, with the faster of its two caches. NumPy "
             "takes the argmax of the logits, which counts in its time, as with one request."
         )
-    if alone := list(dict.fromkeys(row["engine"] for row in run["rows"] if "together" not in row)):
+    if any(row["engine"] == VLLM for row in run["rows"]):
+        text += " vLLM's time is that of all tokens of all requests, less that of one token each."
+    if alone := list(dict.fromkeys(row["engine"] for row in run["rows"] if not {"together", "drafting"} & row.keys())):
         text += f" Not in these rows, since it decodes one request at a time here: {', '.join(alone)}."
     return text
 

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,18 @@ import numpy as np
 
 from peagle.measure.bench import WeightBytes
 from peagle.ops.strict_json import dumps
+from peagle.workflows.random_checkpoint import IN_TURN, PARALLEL
 from scripts.peers.remote import Child
 from target.config import TargetConfig
 from target.dialects import tensor_shapes
 
-OURS, LLAMA = "peagle", "llama.cpp"
-NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", LLAMA)
+OURS, LLAMA, VLLM = "peagle", "llama.cpp", "vllm"
+NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", LLAMA, VLLM)
 DEFAULT = tuple(name for name in NAMES if name != "peagle-xla")
+DRAFTERS = {"p-eagle": PARALLEL, "eagle3": IN_TURN}
+ALL_CALLS = ("decode", "verify", "logits", "decode_many")
 MOST_REQUESTS = 256  # sequences of a context of llama.cpp
+VLLM_MEMORY = 0.9  # of a GPU, shared by all engines on it
 MXFP4_BYTES = 17 / 32  # of a weight: 4 bits, and its share of its block's scale
 
 
@@ -53,6 +57,7 @@ class Entry:
     python: str
     storage: Storage
     weights: str  # describes the storage
+    calls: tuple[str, ...]  # of worker.Engine
 
     def start(self) -> Child:
         """Load it in a process of its own. Raises InputError."""
@@ -73,19 +78,23 @@ class Site:
     gguf: Path
     context: int
     num_threads: int
-    llama_python: str
+    pythons: Mapping[str, str] = field(default_factory=dict)  # of LLAMA and VLLM
+    requests: int = 1  # most decoded together
     gpu: bool = False  # engines compute on it, in bfloat16
+    num_on_gpu: int = 1  # engines at once
+
+    @property
+    def unquantised(self) -> Path:
+        """The checkpoint's copy in bfloat16, for vLLM, which runs MXFP4 on GPUs alone."""
+        return self.gguf.with_name("unquantised")
 
 
-def batches(name: str) -> bool:
-    """Test whether an engine decodes several requests together (worker.BatchingEngine)."""
-    return name.partition("-")[0] in (OURS, LLAMA)
-
-
-def unavailable(name: str, llama_python: str | None) -> str | None:
-    """Say why an engine cannot be compared here; None if it can."""
+def unavailable(name: str, pythons: Mapping[str, str | None]) -> str | None:
+    """Say why an engine cannot be compared here; None if it can. pythons: as typed, of LLAMA and VLLM."""
     if name.startswith(OURS):
         return None
+    if name == VLLM:
+        return cannot_run("--vllm-python", pythons[VLLM], "vllm")
     modules = ("gguf",) if name == LLAMA else ("torch", "transformers")
     if absent := [module for module in modules if importlib.util.find_spec(module) is None]:
         return f"{absent[0]} is not installed"
@@ -93,7 +102,7 @@ def unavailable(name: str, llama_python: str | None) -> str | None:
         command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
         if subprocess.run(command, capture_output=True, check=False).returncode:
             return "torch has no CUDA here"
-    return cannot_run("--llama-python", llama_python, "llama_cpp") if name == LLAMA else None
+    return cannot_run("--llama-python", pythons[LLAMA], "llama_cpp") if name == LLAMA else None
 
 
 def cannot_run(option: str, python: str | None, module: str) -> str | None:
@@ -116,16 +125,43 @@ def entry(name: str, site: Site) -> Entry:
     kind, _, variant = name.partition("-")
     if name == LLAMA:
         options = {"path": str(site.gguf), "context": site.context, "num_threads": site.num_threads}
-        return Entry(name, LLAMA, options, site.llama_python, *as_stored)
+        return Entry(name, LLAMA, options, site.pythons[LLAMA], *as_stored, ALL_CALLS)
+    if name == VLLM:
+        weights = as_stored if site.gpu else (Storage(2, 2), "bfloat16")
+        return Entry(name, VLLM, _vllm_options(site), site.pythons[VLLM], *weights, ("decode", "decode_many"))
     if kind == OURS:
-        ours = {"directory": directory, "kernels": variant or ("auto" if site.gpu else "native")}
-        ours |= {"dtype": "bfloat16" if site.gpu else "float32"}
         kept = (Storage(4, 4), "float32") if variant and not site.gpu else as_stored
-        return Entry(name, OURS, ours, sys.executable, *kept)
+        return Entry(name, OURS, _our_options(directory, variant, site), sys.executable, *kept, ALL_CALLS)
     dtype, size = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}[variant]
     options = {"directory": directory, "dtype": dtype, "mxfp4": site.mxfp4, "num_threads": site.num_threads}
     options |= {"device": "cuda" if site.gpu else "cpu"}
-    return Entry(name, "transformers", options, sys.executable, Storage(size, size), dtype)
+    calls = tuple(call for call in ALL_CALLS if call != "decode_many")
+    return Entry(name, "transformers", options, sys.executable, Storage(size, size), dtype, calls)
+
+
+def drafting(name: str, drafter: str, directory: Path, k: int, site: Site) -> Entry:
+    """Make the entry of OURS or VLLM that decodes with K drafts. directory: the drafter's (a key of DRAFTERS)."""
+    plain = entry(name, site)
+    options = {**plain.options, "drafter": str(directory), "num_drafts": k}
+    if name == VLLM:
+        options["parallel"] = DRAFTERS[drafter].kind == "P-EAGLE"
+    return replace(plain, name=f"{name}, {drafter}", options=options, calls=("speculate",))
+
+
+def _our_options(directory: str, variant: str, site: Site) -> dict[str, Any]:
+    kernels = variant or ("auto" if site.gpu else "native")
+    return {"directory": directory, "kernels": kernels, "dtype": "bfloat16" if site.gpu else "float32"}
+
+
+def _vllm_options(site: Site) -> dict[str, Any]:
+    on_gpu = {"gpu_memory_frac": VLLM_MEMORY / site.num_on_gpu} if site.gpu else {}
+    return {
+        "target": str((site.checkpoint if site.gpu else site.unquantised).resolve()),
+        "dtype": "bfloat16",
+        "max_positions": site.context,
+        "max_requests": site.requests,
+        **on_gpu,
+    }
 
 
 def reference(site: Site) -> Entry:

@@ -25,7 +25,7 @@ KINDS = {
 
 
 class Engine(Protocol):
-    """The calls of every engine. Token ids are lists of integers; times are seconds."""
+    """The calls of an engine; roster.Entry says which it has. Token ids are lists of integers; times are seconds."""
 
     def describe(self) -> dict[str, Any]:
         """Name the software for the page: {"version": ..., "computes": ...}."""
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 
 class BatchingEngine(Engine, Protocol):
-    """An engine that decodes several requests together (see roster.batches)."""
+    """An engine that decodes several requests together."""
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
         """Decode the prompts together, plainly and greedily.
@@ -60,6 +60,14 @@ class BatchingEngine(Engine, Protocol):
         {"decode_s": for num_tokens - 1 steps of all requests, after the last prefill; "token_ids": a list per request,
         as far as they were read by then}. An engine with several implementations adds its "way".
         """
+        ...
+
+
+class SpeculativeEngine(Engine, Protocol):
+    """An engine with a drafter."""
+
+    def speculate(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+        """Decode the prompts together with K drafts in every step: {"decode_s": as above, "steps": of a request}."""
         ...
 
 

@@ -17,11 +17,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-
-from drafter.load import save_drafter
-from drafter.params import init_params
 from peagle.config import AUTO
 from peagle.engine.accept import NOISE
 from peagle.loading import load
@@ -29,13 +24,18 @@ from peagle.measure.pages import Block
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
 from peagle.pair import Pair
-from peagle.workflows.random_checkpoint import PARALLEL, SIZES, write_random_checkpoint
+from peagle.workflows.random_checkpoint import (
+    LEAST_LAYERS,
+    PARALLEL,
+    SIZES,
+    write_random_checkpoint,
+    write_random_drafter,
+)
 from scripts import runs
 from scripts.runs import Json, Progress, RawLines, cell
 from scripts.steps import random_request, synthetic_engine, time_steps
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 192
-LEAST_LAYERS = 4  # so that the three outputs that a P-EAGLE reads (`DrafterShape.config`) are distinct; L has two
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,10 +84,8 @@ def random_pair(scratch: Path, size: str) -> Pair:
     config = SIZES[size]
     if config.num_layers < LEAST_LAYERS:
         config = dataclasses.replace(config, layer_types=(config.layer_types * LEAST_LAYERS)[:LEAST_LAYERS])
-    shape = PARALLEL.config(config)
     write_random_checkpoint(scratch / "target", config)
-    params = jax.jit(lambda key: init_params(shape, key, jnp.bfloat16))(jax.random.key(3))
-    save_drafter(scratch / "drafter", params, shape)
+    write_random_drafter(scratch / "drafter", PARALLEL, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InputWarning)  # of the missing tokenizer and stop token
         return load(scratch / "target", scratch / "drafter")

@@ -21,7 +21,13 @@ from peagle.measure.pages import markdown
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
-from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors, write_random_checkpoint
+from peagle.workflows.random_checkpoint import (
+    SIZES,
+    geometry,
+    random_tensors,
+    write_random_checkpoint,
+    write_random_drafter,
+)
 from scripts import bench
 from scripts.peers import bystanders, figures, gguf_file, measure, ours, page, roster
 from scripts.peers.bystanders import Bystanders
@@ -198,6 +204,9 @@ def test_differences_are_in_standard_deviations() -> None:
     assert differences == {"max_difference": 3.0, "rms_difference": 1.5, "top_1_agreement": 0.5}
 
 
+SITE = roster.Site(Path("small"), True, Path("model.gguf"), 64, 2, {"llama.cpp": "python", "vllm": "python"})
+
+
 class Scripted:
     """An engine that answers at once, and notes what it was asked."""
 
@@ -208,6 +217,8 @@ class Scripted:
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         self.calls.append((do, arguments))
+        if do == "speculate":
+            return {"decode_s": 0.03, "steps": 5.0}
         if do == "decode_many":
             return {"decode_s": 0.02, "token_ids": [], "way": "its only one"}
         return {"prefill_s": 0.1, "decode_s": 0.01, "pass_s": 0.01, "token_ids": []}
@@ -217,9 +228,9 @@ def test_requests_are_decoded_together_by_engines_that_can() -> None:
     """The same prompts for each of them, once to warm up, then once a round."""
     names = ("peagle", "transformers-bf16", "llama.cpp")
     chosen = settings(engines=names, requests=(1, 3))
-    engines = {name: Scripted() for name in names}
+    engines, entries = {name: Scripted() for name in names}, [roster.entry(name, SITE) for name in names]
     tokens = measure.Tokens(89, chosen)
-    lines = list(measure.run_rounds(engines, tokens, chosen, Progress()))  # type: ignore[arg-type]
+    lines = list(measure.run_rounds(entries, engines, tokens, chosen, Progress()))  # type: ignore[arg-type]
     many = {name: [arguments for do, arguments in engines[name].calls if do == "decode_many"] for name in names}
     assert many["transformers-bf16"] == []
     assert many["peagle"] == many["llama.cpp"]
@@ -242,9 +253,41 @@ def test_requests_are_decoded_together_by_engines_that_can() -> None:
 
 def test_without_requests_none_are_decoded_together() -> None:
     engines = {name: Scripted() for name in ("peagle", "llama.cpp")}
-    chosen = settings()
-    list(measure.run_rounds(engines, measure.Tokens(89, chosen), chosen, Progress()))  # type: ignore[arg-type]
+    entries, chosen = [roster.entry(name, SITE) for name in engines], settings()
+    list(measure.run_rounds(entries, engines, measure.Tokens(89, chosen), chosen, Progress()))  # type: ignore[arg-type]
     assert {do for engine in engines.values() for do, _ in engine.calls} == {"decode", "verify"}
+
+
+def test_vllm_decodes_and_engines_with_drafters_speculate_alone() -> None:
+    """vLLM has no verify passes or logits; with a drafter a process of its own times steps, ours and vLLM's alike."""
+    chosen = settings(engines=("peagle", "vllm"), requests=(2,), drafters=("p-eagle",), num_drafts=5)
+    entries = [roster.entry(name, SITE) for name in chosen.engines]
+    entries += [roster.drafting(name, "p-eagle", Path("drafter"), 5, SITE) for name in chosen.engines]
+    engines = {entry.name: Scripted() for entry in entries}
+    lines = list(measure.run_rounds(entries, engines, measure.Tokens(89, chosen), chosen, Progress()))  # type: ignore[arg-type]
+    done = {name: {do for do, _ in engine.calls} for name, engine in engines.items()}
+    assert done == {
+        "peagle": {"decode", "verify", "decode_many"},
+        "vllm": {"decode", "decode_many"},
+        "peagle, p-eagle": {"speculate"},
+        "vllm, p-eagle": {"speculate"},
+    }
+    assert {line["steps"] for line in lines if line["what"] == "speculate"} == {5.0}
+    options = entries[-1].options
+    assert (options["parallel"], options["num_drafts"], options["drafter"]) == (True, 5, "drafter")
+    assert options["target"].endswith("unquantised")
+    on_gpu = roster.drafting("vllm", "eagle3", Path("drafter"), 5, dataclasses.replace(SITE, gpu=True, num_on_gpu=3))
+    assert (on_gpu.options["parallel"], on_gpu.options["gpu_memory_frac"]) == (False, pytest.approx(0.3))
+    assert not on_gpu.options["target"].endswith("unquantised")
+
+
+def test_ours_counts_the_steps_with_drafts_of_a_request(tmp_path: Path) -> None:
+    """Random drafts are not accepted: a token a step."""
+    write_random_checkpoint(tmp_path / "target", dataclasses.replace(GEOMETRY, layer_types=GEOMETRY.layer_types * 2))
+    config = inspect_target(tmp_path / "target").config
+    write_random_drafter(tmp_path / "drafter", roster.DRAFTERS["p-eagle"], config)
+    engine = ours.load(str(tmp_path / "target"), "xla", "float32", str(tmp_path / "drafter"), 2)
+    assert 6 <= engine.speculate([[3, 1, 4], [1, 5, 9]], 12)["steps"] <= 11
 
 
 def test_requests_decoded_together_get_the_tokens_that_each_gets_alone() -> None:
@@ -344,6 +387,13 @@ def fake_lines() -> Iterator[dict[str, Any]]:
             yield {**line, "what": "verify", "rows": 4, "passes": 3, "pass_s": 0.0015 * seconds}
 
 
+def fake_lines_with_drafts() -> Iterator[dict[str, Any]]:
+    for number, drift in DRIFT.items():
+        for engine, factor in FACTORS.items():
+            line = {"engine": f"{engine}, p-eagle", "round": number, "others_frac": 0.01, "what": "speculate"}
+            yield {**line, "requests": 1, "decode_s": 0.03 * factor * drift, "steps": 5.0}
+
+
 def fake_lines_of_many() -> Iterator[dict[str, Any]]:
     for number, drift in DRIFT.items():
         for engine, factor in FACTORS.items():
@@ -355,7 +405,7 @@ def fake_lines_of_many() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def measured(checkpoint: Path) -> measure.Measured:
-    site = roster.Site(checkpoint, True, Path("model.gguf"), 64, 2, "python")
+    site = dataclasses.replace(SITE, checkpoint=checkpoint)
     check = {"max_difference": 0.25, "rms_difference": 0.0625, "top_1_agreement": 0.75}
     return measure.Measured(
         inspect_target(checkpoint),
@@ -451,14 +501,39 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
     assert text.count("one request at a time here: transformers-bf16.") == 1
 
 
+def test_the_page_shows_steps_with_drafts(measured: measure.Measured) -> None:
+    """Each beside our steps with the same drafter: 30 ms a round in 5 steps, which emit 10 tokens."""
+    chosen = settings(drafters=("p-eagle",), num_drafts=5)
+    entries = [roster.drafting(name, "p-eagle", Path("drafter"), 5, SITE) for name in ("peagle", "vllm")]
+    entries[1] = dataclasses.replace(entries[1], name="llama.cpp, p-eagle")  # as the lines name it
+    described = {entry.name: measured.described[entry.name.partition(", ")[0]] for entry in entries}
+    with_drafts = dataclasses.replace(
+        measured,
+        entries=(*measured.entries, *entries),
+        described=measured.described | described,
+        lines=[*measured.lines, *fake_lines_with_drafts()],
+    )
+    run = {
+        "provenance": dict(PROVENANCE),
+        "config": dataclasses.asdict(chosen),
+        "left_out": {},
+        "checkpoints": [{"name": "small", "parameters": 123e6, "v_by_bytes": {"4": 1.2}, "others_frac": None}],
+        "rows": figures.rows("small", with_drafts, chosen),
+    }
+    text = markdown(page.page(json.loads(json.dumps(run))))
+    assert "| peagle, p-eagle | 1 | 9.00 (6.00..18.0) | 2.00 (2.00..2.00) |  |" in text
+    assert "| llama.cpp, p-eagle | 1 | 18.0 (12.0..36.0) | 2.00 (2.00..2.00) | 2.00 (2.00..2.00) |" in text
+    assert "K = 5. Random drafts are hardly ever accepted" in text
+
+
 def test_on_a_gpu_all_compute_there_in_bfloat16_but_for_the_reference(checkpoint: Path) -> None:
-    site = roster.Site(checkpoint, True, Path("model.gguf"), 64, 2, "python", gpu=True)
+    site = dataclasses.replace(SITE, checkpoint=checkpoint, gpu=True)
     entries = {name: roster.entry(name, site) for name in ("peagle", "peagle-xla", "transformers-bf16")}
     assert [entries[name].options["dtype"] for name in entries] == ["bfloat16"] * 3
     assert entries["transformers-bf16"].options["device"] == "cuda"
     assert entries["peagle-xla"].weights == "bfloat16, MXFP4 experts"
     assert roster.reference(site).options == {**entries["peagle-xla"].options, "dtype": "float32"}
-    on_cpu = roster.Site(checkpoint, True, Path("model.gguf"), 64, 2, "python")
+    on_cpu = dataclasses.replace(SITE, checkpoint=checkpoint)
     assert roster.entry("peagle", on_cpu).options["dtype"] == "float32"
     assert roster.entry("transformers-fp32", on_cpu).options["device"] == "cpu"
 
@@ -483,7 +558,10 @@ def test_transformers_and_ours_compute_the_same_logits(checkpoint: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "vllm"], "--engines names 'vllm'; expected names of peagle, "),
+        (["--engines", "sglang"], "--engines names 'sglang'; expected names of peagle, "),
+        (["--drafters", "medusa"], "--drafters names 'medusa'; expected names of p-eagle, eagle3"),
+        (["--drafters", "p-eagle"], "has 3 layers; expected 4 or more, of which a drafter reads three"),
+        (["--drafters", "p-eagle", "-k", "0"], "--num-drafts is 0; expected 1 or more"),
         (["--widths", "1,x"], "expected numbers with commas between"),
         (["--widths", "0,2"], "expected numbers of 1 or more"),
         (["--requests", "1,x"], "--requests is '1,x'; expected numbers with commas between"),
@@ -494,7 +572,7 @@ def test_transformers_and_ours_compute_the_same_logits(checkpoint: Path, tmp_pat
         (["--rounds", "0"], "--rounds is 0; expected 1 or more"),
         (["-n", "1"], "--new-tokens is 1; expected 2 or more"),
         (["--seconds", "nan"], "--seconds is nan"),
-        (["--check-tokens", "12"], "expected a multiple of 8"),
+        (["--check-tokens", "12"], "expected 0 or a multiple of 8"),
         (["--prompt-tokens", "131072"], "has 131072 positions"),
         (["{checkpoint}"], "two checkpoints have the same name"),
         (["{out}/nowhere"], "does not exist; expected a directory with config.json"),
@@ -541,12 +619,13 @@ def test_work_of_others_is_known_here() -> None:
 
 
 def test_an_engine_that_is_not_there_is_named_with_the_reason() -> None:
-    names, left_out = scenario.engines("llama.cpp", "/no/such/python")
+    names, left_out = scenario.engines("llama.cpp,vllm", {"llama.cpp": "/no/such/python", "vllm": None})
     assert names == ("peagle",)
-    assert set(left_out) == {"llama.cpp"}
+    assert set(left_out) == {"llama.cpp", "vllm"}
+    assert left_out["vllm"] == "no --vllm-python was given"
 
 
 def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
-    site = roster.Site(tmp_path / "nothing", True, tmp_path / "model.gguf", 64, 1, "python")
+    site = dataclasses.replace(SITE, checkpoint=tmp_path / "nothing")
     with pytest.raises(InputError, match=r"^peagle-xla: InputError: .*nothing does not exist[^\n]*$"):
         roster.entry("peagle-xla", site).start()

@@ -44,7 +44,7 @@ def test_the_copy_for_vllm_holds_the_targets_own_values(tmp_path: Path) -> None:
         hidden=96, layers=2, heads=(6, 2), head_dim=16, vocab=89, experts=(5, 2), expert_width=64, window=24
     )
     write_target(tmp_path / "target", small, random_tensors(small, True, seed=1), mxfp4=True, stop_token_ids=(3, 5))
-    vllm.write_float32_copy(tmp_path / "target", tmp_path / "copy")
+    vllm.write_unquantised(tmp_path / "target", tmp_path / "copy", np.float32)
     copy = read_checkpoint(tmp_path / "copy")
     assert {str(copy.dtype(name)) for name in copy.names} == {"float32"}
     ours, theirs = (load_target(tmp_path / name, experts="expanded") for name in ("target", "copy"))
@@ -70,7 +70,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Load the demo once for all commands; write no copy for the stand-in, and another golden file."""
     monkeypatch.setattr(peagle, "load", LOAD)
     monkeypatch.setattr(vllm, "GOLDEN", tmp_path / "golden.jsonl")
-    monkeypatch.setattr(vllm, "write_float32_copy", lambda *_: None)
+    monkeypatch.setattr(vllm, "write_unquantised", lambda *_: None)
 
 
 def program(path: Path, text: str) -> Path:

@@ -33,6 +33,15 @@ def test_info_tells_what_checkpoints_are_and_whether_they_fit(real: Run, directo
     assert f"{(directories.target / 'model.safetensors').stat().st_size / 1e3:.1f} kB" in real("info", target)[1]
 
 
+@pytest.mark.parametrize(("name", "kind"), [("demo", "P-EAGLE"), ("demo-eagle3", "EAGLE-3"), ("demo-dflash", "DFlash")])
+def test_info_knows_the_demo_models_by_name(real: Run, name: str, kind: str) -> None:
+    code, out, _ = real("info", "demo", name)
+    assert code == 0
+    for part in ("GPT-OSS target", f"{kind} drafter", "They fit"):
+        assert part in out
+    assert f"{kind if name != 'demo' else 'GPT-OSS'}" in real("info", name)[1]
+
+
 def test_info_says_how_aux_layers_are_read_and_warns(real: Run, directories: Directories, tmp_path: Path) -> None:
     """Which, and why, and whether they look like the other kind."""
     drafter, target = tmp_path / "drafter", str(directories.target)
@@ -133,6 +142,7 @@ def test_info_refuses_what_is_no_pair(
         ([target, drafter, target], "3 directories"),
         ([str(tmp_path)], "no config.json"),
         ([""], "name is empty; expected a directory"),
+        (["demo", "ngram"], "ngram has no checkpoint to inspect; expected a directory or demo, demo-eagle3"),
         ([target, "--aux-layer-ids", "0,1,2"], "--aux-layer-ids is given"),
         ([drafter, "--aux-layer-ids", "one"], "--aux-layer-ids is 'one'"),
         ([drafter, "--role", "decode"], "--role decode is given, but no target"),
