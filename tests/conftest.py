@@ -50,7 +50,7 @@ MOST_RESIDENT_BYTES = 2_500_000_000  # of a process of the suite; JAX keeps ever
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """Look for no garbage while modules are imported: nearly all they make stays, and looking took seconds."""
+    """Collect no garbage while modules are imported: nearly all objects stay, and looking at them takes seconds."""
     gc.disable()
     try:
         return (yield)
@@ -59,8 +59,10 @@ def pytest_collection() -> Iterator[Any]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was collected, 800,000 objects that stay, out of every later garbage collection: it took half a
-    second each time. And collect more rarely, since tracing makes thousands of objects that stay, too."""
+    """Leave the 800,000 objects of imported modules out of later garbage collections, and collect less often.
+
+    Together with the hook above this saves an eighth of the suite's processor time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20)

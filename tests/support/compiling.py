@@ -4,11 +4,9 @@ Half of the suite's time is compiling, most of it optimising. Tests assert what 
 row's bits are its own is asserted of whole models as they are compiled for users.
 """
 
-import functools
 import importlib.metadata
 import os
 import sys
-import zlib
 from pathlib import Path
 
 COMPILED = Path(__file__).parents[2] / ".pytest_cache" / "jax"
@@ -40,9 +38,6 @@ def keep_programs() -> None:
     jax.config.update("jax_compilation_cache_dir", str(COMPILED))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # a quarter of the time
-    jax._src.compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)
-    jax._src.compilation_cache.decompress_executable = zlib.decompress
 
 
 def trim_programs() -> None:
