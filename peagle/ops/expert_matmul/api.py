@@ -13,7 +13,7 @@ from peagle.ops.cuda import not_taken
 from peagle.ops.cuda.calls import MAX_ROWS, TILED_TOP_K
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import cuda, native, reference
-from peagle.ops.expert_matmul.routing import route_dense, route_top_k
+from peagle.ops.expert_matmul.routing import Choices, route_dense, route_top_k
 from peagle.ops.expert_matmul.weights import (
     Experts,
     FusedExperts,
@@ -112,8 +112,8 @@ def expert_mlp(
         return reference.fused(x, route_dense(router_logits, top_k, local), experts, swiglu_limit).astype(dtype)
     choices = route_top_k(router_logits, top_k, local, positions)
 
-    def run(form: reference.Form, *operands: Any) -> jax.Array:
-        return form(*operands, swiglu_limit).astype(dtype)
+    def run(form: reference.Form, x: jax.Array, choices: Choices, experts: Any) -> jax.Array:
+        return form(x, choices, experts, swiglu_limit).astype(dtype)
 
     if implementation == "cuda":
         return run(cuda.routed, x, choices, experts)
