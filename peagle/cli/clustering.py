@@ -13,8 +13,8 @@ from peagle.cli.command import needing, options_of
 from peagle.cli.display import Display
 from peagle.cli.output import OutputFile
 from peagle.cli.serving import default_name, guarded_hosts, read_api_keys, warn_of_strangers
+from peagle.cluster.complete import completed
 from peagle.cluster.config import FleetConfig
-from peagle.cluster.decide import decided
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -76,7 +76,7 @@ def served(settings: Up) -> FleetConfig:
     keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
     name = fleet.served_model_name or default_name(or_demo(fleet.load.target))
     hosts = guarded_hosts(settings.host, keys)
-    return dataclasses.replace(decided(fleet), served_model_name=name, keys=keys, hosts=hosts)
+    return dataclasses.replace(completed(fleet), served_model_name=name, keys=keys, hosts=hosts)
 
 
 def write_config(file: OutputFile, settings: Up, fleet: FleetConfig) -> None:

@@ -25,8 +25,7 @@ from peagle.serve.app import create_app
 from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
-from peagle.serve.server import ServerOptions, listen, on_loopback
-from peagle.serve.server import serve as serve_app
+from peagle.serve.server import Server, ServerOptions, listen, on_loopback
 from peagle.serve.service import Service
 
 DEMO_NAME = "peagle-demo"
@@ -108,7 +107,7 @@ def _serve(
             note=display.note,
             unread=service.metrics.unread.inc,
         )
-        serve_app(create_app(service), loop, address, options)
+        Server(create_app(service), loop, options).run([address])
     finally:
         loop.close()
     if loop.failure is not None:

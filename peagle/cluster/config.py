@@ -1,4 +1,4 @@
-"""The config of a fleet. Nothing of JAX or Ray in here."""
+"""The config of a fleet. Imports neither JAX nor Ray."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,24 +10,13 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
 
-PATIENCE_S = 600.0  # longer than any queue of answers
-TEXTS = ("keys", "hosts")
-TOGETHER = ("coordinator", "process_id", "num_processes")  # of processes that share one target
-LOADED = Takes(
-    (
-        "target",
-        "drafter",
-        "download",
-        "drafter_window",
-        "dtype",
-        "experts",
-        "kernels",
-        "mesh",
-        "reduce",
-        "retain_full_kv",
-    )
+TEXT_LISTS = ("keys", "hosts")  # fields
+MESH_FIELDS = ("coordinator", "process_id", "num_processes")  # for a target over several processes
+LOAD_FIELDS = (
+    *("target", "drafter", "download", "drafter_window", "dtype"),
+    *("experts", "kernels", "mesh", "reduce", "retain_full_kv"),
 )
-DECODED = Takes(
+ENGINE_FIELDS = Takes(
     ("num_speculative_tokens", "context", "kv_memory", "prefix_cache", "slots"),
     {
         "context": "Context length in tokens: the most of one request, prompt plus response. Default: 4096, or the "
@@ -42,14 +31,10 @@ DECODED = Takes(
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
-    """The models, engines and numbers of replicas.
+    """The models, engines and numbers of replicas."""
 
-    keys, hosts: see peagle.serve.service.Service. patience_s: see peagle.cluster.fleet.Fleet. route_by_prefix: send a
-    prompt to the replica that has its prefix (peagle.cluster.router), if prefixes are kept.
-    """
-
-    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009  # frozen
-    engine: Annotated[EngineConfig, DECODED] = EngineConfig(slots=4, prefix_cache="on")  # noqa: RUF009
+    load: Annotated[LoadConfig, Takes(LOAD_FIELDS)] = LoadConfig()  # noqa: RUF009  # frozen
+    engine: Annotated[EngineConfig, ENGINE_FIELDS] = EngineConfig(slots=4, prefix_cache="on")  # noqa: RUF009
     served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
     """Model name in the API. Default: the name of the target's directory."""
     prefill: Annotated[int, Flag(REPLICAS, "N")] = 0
@@ -74,11 +59,11 @@ class FleetConfig:
     """CPUs per replica, for Ray."""
     num_gpus: Annotated[float, Flag(MACHINE, "N")] = 0.0
     """GPUs per replica, for Ray."""
-    keys: Sequence[str] = field(default=(), repr=False)
-    hosts: Sequence[str] | None = None
-    date: str = DEFAULT_DATE
-    patience_s: float = PATIENCE_S
-    route_by_prefix: bool = True
+    keys: Sequence[str] = field(default=(), repr=False)  # see peagle.serve.service.Service
+    hosts: Sequence[str] | None = None  # see peagle.serve.service.Service
+    date: str = DEFAULT_DATE  # for chat templates that show one
+    patience_s: float = 600.0  # without a chunk, before an answer ends with an error; longer than any queue
+    route_by_prefix: bool = True  # send a prompt to the replica that has its prefix, if there are prefix caches
 
     def __post_init__(self) -> None:
         check_least(self, prefill=0, decode=1, max_prefill=0, max_decode=0, busy=0, max_queue=0)
@@ -91,27 +76,26 @@ class FleetConfig:
             if most and not count:
                 raise InputError(f"{name} is 0; expected 1 or more, to scale up to {most}", name)
             if most and most < count:
-                message = f"max_{name} is {most}; expected {count} or more, as many as there are at least, or 0"
+                message = f"max_{name} is {most}; expected {count} or more ({name} is {count}), or 0"
                 raise InputError(message, f"max_{name}")
-        for name in TEXTS:
+        for name in TEXT_LISTS:
             _check_texts(name, getattr(self, name))
-        for name in TOGETHER:
+        for name in MESH_FIELDS:
             if getattr(self.load, name) is not None:
                 raise InputError(f"{name} is given, but each replica of a fleet is one process; leave it out", name)
 
     @property
     def most_replicas(self) -> int:
-        """Most replicas at once."""
         return max(self.prefill, self.max_prefill) + max(self.decode, self.max_decode)
 
     @property
     def most_open(self) -> int:
-        """Most requests at once, running or queued."""
+        """The most requests at once, running or queued."""
         return max(self.decode, self.max_decode) * self.engine.slots + self.max_queue
 
 
 SECTIONS = {"load": LoadConfig, "engine": EngineConfig}
-# the first form of a fleet had no sections, and other names for these
+# files of the first format have no sections, and other names for these fields
 FORMER_NAMES = {
     "name": "served_model_name",
     "kv_memory_bytes": "kv_memory",
@@ -124,23 +108,22 @@ FORMER_ENGINE = ("num_speculative_tokens", "slots", "context", "kv_memory", "pre
 
 
 def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
-    """Make a fleet's config from JSON or YAML: its fields, with sections `load` and `engine`.
+    """Make a fleet's config from the fields of its file. The sections `load` and `engine` have fields of their own.
 
-    Texts are read like values of options. Raises InputError, in one line, for an unknown name, and for a value of
-    another type.
+    Texts are read like values of options. Raises InputError for an unknown name or a value of another type.
     """
     fields = upgrade_fleet(values)
-    read, usual = _read(fields, FleetConfig), FleetConfig()
-    beside = fields.keys() - get_type_hints(FleetConfig).keys()
+    read, defaults = _read(fields, FleetConfig), FleetConfig()
+    unknown = fields.keys() - get_type_hints(FleetConfig).keys()
     for name, kind in SECTIONS.items():
         section = fields.get(name, {})
         if not isinstance(section, Mapping):
             raise InputError(f"{name} is {section!r}; expected its fields, as in {name}: {{...}}", name)
-        if misplaced := next((field for field in get_type_hints(kind) if field in beside), None):
+        if misplaced := next((field for field in get_type_hints(kind) if field in unknown), None):
             message = f"{misplaced} is not an option here; expected it in {name}, as in {name}: {{{misplaced}: ...}}"
             raise InputError(message, misplaced)
         try:
-            read[name], *_ = configs_of({**vars(getattr(usual, name)), **_read(section, kind)}, kind)
+            read[name], *_ = configs_of({**vars(getattr(defaults, name)), **_read(section, kind)}, kind)
         except InputError as error:
             where = f"{name}: " if name in values else ""
             raise InputError(f"{where}{error}", error.field) from None
@@ -150,7 +133,7 @@ def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
 
 
 def upgrade_fleet(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the fields of a recorded fleet to today's names. The first form has no sections."""
+    """Convert the fields of a fleet's file of the first format, which has no sections, to those of today."""
     if "target" not in values or "load" in values:
         return dict(values)
     flat = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
@@ -162,12 +145,12 @@ def upgrade_fleet(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Read a section's values: texts like those of options, and 30 as 30.0 for a float. Raises InputError."""
+    """Read a section: texts like values of options, integers of float fields as floats. Raises InputError."""
     kinds, read = get_type_hints(kind), dict(values)
     for name, hint in get_type_hints(kind, include_extras=True).items():
         value = values.get(name)
         flag = next((mark for mark in get_args(hint) if isinstance(mark, Flag)), None)
-        if name in TEXTS and name in values:
+        if name in TEXT_LISTS and name in values:
             _check_texts(name, value)
         elif flag is not None and flag.read is not None and isinstance(value, str):
             read[name] = flag.read(value)
@@ -177,7 +160,7 @@ def _read(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
 
 
 def _check_texts(name: str, texts: Any) -> None:
-    """Raise InputError for a value that is no list of texts, and do not show it: it may hold keys."""
+    """Raise InputError for a value that is no list of texts. The error does not show it, since it may hold keys."""
     listed = texts is None or (isinstance(texts, Sequence) and not isinstance(texts, str))
     if not listed or not all(isinstance(text, str) and text for text in texts or ()):
         raise InputError(f"{name} are no list of texts; expected [TEXT, ...]", name)

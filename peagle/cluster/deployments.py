@@ -1,13 +1,13 @@
 """The deployments of Ray Serve: engines (`Prefill`, `Decode`, or `Both`), and the HTTP application before them.
 
-`build` makes the application from a FleetConfig or its sections, as `serve deploy` passes them:
+`build` makes the application from a FleetConfig, or from the fields that `serve deploy` reads in a file:
 
     applications:
       - name: peagle
         import_path: peagle.cluster.deployments:build
         args: {load: {target: DIR, drafter: DIR}, engine: {slots: 8}, prefill: 1, decode: 2}
 
-Ray passes arguments by pickle, so anyone who reaches its ports can run code: keep them on a trusted network.
+Ray pickles arguments, so whoever reaches its ports can run code: keep them on a trusted network.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from peagle.checkpoints import DEMO
+from peagle.cluster.complete import completed, pair_without_weights
 from peagle.cluster.config import FleetConfig, read_fleet
-from peagle.cluster.decide import decided, pair_of
 from peagle.cluster.fleet import Fleet, FleetEngine, ReplicaLost
 from peagle.cluster.router import PrefixRouter
 from peagle.engine.grammar import PortableGrammar
@@ -38,12 +38,12 @@ from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.service import Service
 
-MANY = 1_000_000  # ongoing calls per replica: engines have their own queues
-PROMPTS = 2  # ongoing requests of a replica that prefills: one is computed, one waits
-LOOK_BACK_S = 12.0  # window of the average load; Serve wants more than the 10 s between two counts
+UNLIMITED = 1_000_000  # ongoing calls per replica: engines have their own queues
+BUSY_PREFILL = 2  # ongoing requests of a replica that prefills above which to scale up: one is computed, one waits
+LOOK_BACK_S = 12.0  # window of the average load; Serve requires more than the 10 s between two counts
 NO_REQUEST = Request((0,), 1)  # in chunks sent between processes: the reader has the request
 NAME = "peagle"  # default model name
-LOSSES = (
+REPLICA_LOST = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
     ray.exceptions.ObjectLostError,  # of a hand-off, with its machine
@@ -52,7 +52,7 @@ LOSSES = (
 
 
 def scaling(config: FleetConfig, count: int, most: int, busy: int) -> dict[str, Any]:
-    """Make Serve's options for `count` replicas, or for up to `most` while each has over `busy` requests."""
+    """Make Serve's options for `count` replicas, and for up to `most` while each has more than `busy` requests."""
     if most <= count:
         return {"num_replicas": count}
     scaled = AutoscalingConfig(
@@ -70,26 +70,29 @@ class Worker:
     """A replica of an engine."""
 
     def __init__(self, config: FleetConfig, role: Role) -> None:
-        config = decided(config)
+        config = completed(config)
         self._pair = load(config.load.target or DEMO, config.load.drafter, **config.load.arguments)
-        decoded = config.engine if role != "decode" else dataclasses.replace(config.engine, prefix_cache="off")
-        fixed = {"adaptive": False} if role == "prefill" else {}  # it makes no steps, so it measures no costs
-        engine = self._pair.engine(self._pair.resolve(decoded, k_per_request=True, role=role, **fixed))
+        changes: dict[str, Any] = {}
+        if role == "decode":
+            changes["prefix_cache"] = "off"
+        elif role == "prefill":  # without steps there are no costs to measure
+            changes["adaptive"] = False
+        engine = self._pair.engine(self._pair.resolve(config.engine, k_per_request=True, role=role, **changes))
         for sampled, full in ((False, False), (True, False), (True, True)):
             engine.warm_up(sampled=sampled, full=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
             self._pair.grammars.read()
-        self._loop = EngineLoop(engine, config.most_open)  # the fleet's own bound is the queue's
+        self._loop = EngineLoop(engine, config.most_open)  # `Fleet` bounds the queue
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine has failed or stalled, so that Serve replaces the replica."""
         if self._loop.status in ("failed", "stalled"):
-            raise RuntimeError(self._loop.failure or "the engine stands still")
+            raise RuntimeError(self._loop.failure or "the engine has stalled")
 
     async def ping(self) -> None:
-        """Answer: Serve calls no replica whose constructor has not ended."""
+        """Do nothing: Serve calls a replica only after its constructor has ended."""
 
-    async def _whole(self, request: Request, grammar: PortableGrammar | None) -> Request:
+    async def _with_grammar(self, request: Request, grammar: PortableGrammar | None) -> Request:
         if grammar is None:
             return request
         compiled = await asyncio.to_thread(self._pair.grammars.read().restore, grammar)
@@ -97,7 +100,7 @@ class Worker:
 
     async def prefill(self, request: Request, grammar: PortableGrammar | None) -> tuple[TokenChunk, np.ndarray | None]:
         """See peagle.cluster.fleet.ReplicaCalls."""
-        call = self._loop.submit([await self._whole(request, grammar)])
+        call = self._loop.submit([await self._with_grammar(request, grammar)])
         try:
             async with contextlib.aclosing(call.chunks()) as chunks:
                 async for _, chunk in chunks:
@@ -113,7 +116,7 @@ class Worker:
         self, request: Request, grammar: PortableGrammar | None, hand_off: np.ndarray | None
     ) -> AsyncGenerator[TokenChunk, None]:
         """See peagle.cluster.fleet.ReplicaCalls."""
-        request = await self._whole(request, grammar)
+        request = await self._with_grammar(request, grammar)
         call = self._loop.submit([request], [None if hand_off is None else parse(hand_off)])
         del hand_off  # the engine drops it as soon as the request has a slot
         try:
@@ -125,7 +128,7 @@ class Worker:
 
 
 class RayCalls:
-    """Calls to the replicas by Serve's handles, which balance the load."""
+    """See peagle.cluster.fleet.ReplicaCalls. Serve's handles balance the load."""
 
     def __init__(self, prefill: Any, decode: Any) -> None:
         self.disaggregated = prefill is not None
@@ -133,17 +136,18 @@ class RayCalls:
         self._roles = [decode] if prefill is None else [prefill, decode]
 
     async def ping(self) -> None:
-        with _known_errors():
-            await asyncio.gather(*(_reply(handle.ping.remote()) for handle in self._roles))
+        with _translated_errors():
+            await asyncio.gather(*(_result(handle.ping.remote()) for handle in self._roles))
 
     async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
-        with _known_errors():
-            first: tuple[TokenChunk, np.ndarray | None] = await _reply(self._prefill.prefill.remote(*_parted(request)))
+        with _translated_errors():
+            response = self._prefill.prefill.remote(*_without_grammar(request))
+            first: tuple[TokenChunk, np.ndarray | None] = await _result(response)
             return first
 
     async def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
-        with _known_errors():
-            response = self._decode.decode.remote(*_parted(request), hand_off)
+        with _translated_errors():
+            response = self._decode.decode.remote(*_without_grammar(request), hand_off)
             del hand_off
             try:
                 async for chunk in response:
@@ -152,27 +156,28 @@ class RayCalls:
                 response.cancel()
 
 
-async def _reply(response: Any) -> Any:
+async def _result(response: Any) -> Any:
+    """Await the result of a call, and cancel the call if this task is cancelled: Serve alone would finish it."""
     try:
         return await response
     except asyncio.CancelledError:
-        response.cancel()  # Serve goes on with what nobody awaits
+        response.cancel()
         raise
 
 
-def _parted(request: Request) -> tuple[Request, PortableGrammar | None]:
-    """Split a request from its grammar, which each process compiles anew."""
+def _without_grammar(request: Request) -> tuple[Request, PortableGrammar | None]:
+    """Return (the request without its grammar, the grammar in a form that the replica compiles again)."""
     if request.grammar is None:
         return request, None
     return dataclasses.replace(request, grammar=None), request.grammar.portable
 
 
 @contextlib.contextmanager
-def _known_errors() -> Any:
-    """Raise the replica's own ApiError or InputError, or ReplicaLost."""
+def _translated_errors() -> Any:
+    """Raise the ApiError or InputError of a replica in place of Ray's error, and ReplicaLost if it is lost."""
     try:
         yield
-    except LOSSES as error:
+    except REPLICA_LOST as error:
         raise ReplicaLost from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ApiError | InputError):
@@ -185,8 +190,8 @@ class Application:
     """The HTTP application, with the tokenizer and without weights."""
 
     def __init__(self, config: FleetConfig, prefill: Any, decode: Any) -> None:
-        config = decided(config)
-        pair = pair_of(config)
+        config = completed(config)
+        pair = pair_without_weights(config)
         resolved = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
         engine = FleetEngine(resolved, pair.target.vocab_size, pair.stop_token_ids)
         builder = RequestBuilder(pair, resolved.context, config.date, resolved.num_speculative_tokens)
@@ -199,9 +204,10 @@ class Application:
 
 
 def build(config: FleetConfig | Mapping[str, Any]) -> serve.Application:
-    """Make the application of a fleet from its config, or from the fields of its file. Reads no checkpoints.
+    """Make the application of a fleet from its config, or from the fields of its file.
 
-    Each of its processes has them, and completes the config in the same way (peagle.cluster.decide).
+    Reads no checkpoints: the application's processes have them, and each completes the config in the same way
+    (peagle.cluster.complete).
     """
     if not isinstance(config, FleetConfig):
         config = read_fleet(config)
@@ -212,16 +218,16 @@ def build(config: FleetConfig | Mapping[str, Any]) -> serve.Application:
         if config.route_by_prefix and config.engine.prefix_cache not in ("off", 0) and role != "decode":
             choice: Any = PrefixRouter
             scaled["request_router_config"] = RequestRouterConfig(request_router_class=choice)
-        worker: Any = serve.deployment(Worker, name=name, max_ongoing_requests=MANY, **scaled)
+        worker: Any = serve.deployment(Worker, name=name, max_ongoing_requests=UNLIMITED, **scaled)
         return worker.options(ray_actor_options=actor, **options).bind(config, role)
 
     prefill = None
-    if config.prefill:  # one prompt is computed at a time
-        scaled = scaling(config, config.prefill, config.max_prefill, config.busy or PROMPTS)
+    if config.prefill:
+        scaled = scaling(config, config.prefill, config.max_prefill, config.busy or BUSY_PREFILL)
         prefill = workers("Prefill", "prefill", scaled)
     scaled = scaling(config, config.decode, config.max_decode, config.busy or config.engine.slots)
     decode = workers("Decode", "decode", scaled) if config.prefill else workers("Both", "both", scaled)
-    app: Any = serve.deployment(Application, name="Application", max_ongoing_requests=MANY)
+    app: Any = serve.deployment(Application, name="Application", max_ongoing_requests=UNLIMITED)
     application: serve.Application = app.options(ray_actor_options={"num_cpus": 0}, **options).bind(
         config, prefill, decode
     )

@@ -1,7 +1,7 @@
-"""A router of Ray Serve that sends a request to the replica with its prompt's prefix (peagle.cluster.affinity).
+"""A router of Ray Serve that sends a request to the replica with its prompt's prefix (see affinity.py).
 
 Serve makes one in each process that calls the replicas. Its interface for routers (`ray.serve.request_router`) is
-public but alpha; Ray's own router by prefixes is private.
+public but alpha. Ray's own prefix router is private.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from peagle.engine.request import Request
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
-    """Choose the replica that knows most of a prompt, else the one with the fewest requests.
+    """Choose the replica that `Affinity` prefers, else the one with the fewest requests.
 
-    FIFOMixin, as in Ray's own routers: without it Ray looks a waiting call up by its HTTP request, so that one of two
-    calls of a request (n = 2, several prompts) waits forever. With it, calls that wait at the same moment may get each
+    FIFOMixin, as in Ray's own routers: without it Ray looks up a waiting call by its HTTP request, so that one of two
+    calls of a request (n = 2, several prompts) waits forever. With it, calls that wait at the same time may get each
     other's replica, which only recomputes prompts.
     """
 
@@ -26,10 +26,10 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return replicas in ranks: Serve takes the emptiest live one of the first rank that has any."""
+        """Return ranks of replicas. Serve takes the least loaded live replica of the first rank that has any."""
         if pending_request is None or not (prompt_ids := _prompt(pending_request)):
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # between tries of all ranks
+        pending_request.routing_context.should_backoff = True  # after all ranks were tried
         lengths = self.replica_queue_len_cache
         num_open = {replica.replica_id: lengths.get(replica.replica_id) or 0 for replica in candidate_replicas}
         preferred = self._affinity.prefer(prompt_ids, num_open) if num_open else None

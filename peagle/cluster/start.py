@@ -1,4 +1,4 @@
-"""Start Ray, unless a cluster is running, and a fleet on it; end both."""
+"""Start a fleet, and Ray unless a cluster is running; end both."""
 
 import logging
 import socket
@@ -18,8 +18,8 @@ from peagle.ops.errors import InputError
 from peagle.serve.server import listen
 
 NAME = "peagle"
-LOOKS_S = 0.5  # between looks at the fleet's state
-REACHED_S = 5.0  # time for a cluster's address to answer; Ray itself tries for minutes
+POLL_S = 0.5  # between readings of the fleet's state
+CONNECT_S = 5.0  # time to connect to a cluster's address; Ray itself tries for minutes
 
 
 def run(
@@ -30,50 +30,50 @@ def run(
     note: Callable[[str], None],
     stopped: threading.Event,
 ) -> None:
-    """Run a fleet until `stopped` is set, then wait for open answers, unless KeyboardInterrupt is raised.
+    """Run a fleet until `stopped` is set; then wait for open answers. KeyboardInterrupt ends the wait.
 
-    address: of a Ray cluster, which keeps Serve and its other applications; None: start one on this machine. note:
-    called with a line at each change of the fleet. Raises InputError without a cluster at the address, and if no
+    address: of a running Ray cluster, which keeps Serve and its other applications; None: start one on this machine.
+    note: called with a line at each change of the fleet. Raises InputError if there is no cluster at the address, or no
     replica can start.
     """
     _connect(config, address, host, port)
     try:
         if not stopped.is_set():
             serve.start(http_options=HTTPOptions(host=host, port=port))
-            # do not wait: a fleet that can never start must not block Ctrl-C
+            # without waiting, so that Ctrl-C also ends a fleet that cannot start
             serve.run_many([serve.RunTarget(build(config), name=NAME)], wait_for_applications_running=False)
             try:
                 _watch(f"ready: http://{host}:{port}/v1", note, stopped)
             finally:
-                serve.delete(NAME)  # the HTTP proxy stays until answers have ended
+                serve.delete(NAME)  # waits for open answers
     except KeyboardInterrupt:
         note("ended without waiting for answers")
     finally:
-        ray.shutdown()  # ends a cluster that was started here, and Serve with it
+        ray.shutdown()  # also ends a cluster that `_connect` started, and its Serve
 
 
 def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> None:
     """Start Ray, or join the cluster at an address."""
     if address is None:
-        with closing(listen(host, port)):  # Serve would notice a used port much later, in another process
+        with closing(listen(host, port)):  # Serve would notice a taken port much later, in another process
             pass
     elif ":" in address and "://" not in address:
-        _expect_reached(address)
-    # Ray starts nothing beyond its count of CPUs: declare enough on this machine
+        _check_reachable(address)
+    # Ray starts no more replicas than its CPUs allow: declare enough of them
     replicas = config.most_replicas
     local: Any = {"num_cpus": max(1, round(replicas * config.num_cpus + 1)), "include_dashboard": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            # Ray's processes are other programs: no code of JAX runs between fork and exec
+            # JAX warns of forks; Ray forks only to run other programs
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(
                 address=address,
-                log_to_driver=False,  # a line for each request
+                log_to_driver=False,  # they would be a line for each request
                 logging_level=logging.ERROR,
                 **(local if address is None else {}),
             )
-    except Exception as error:  # Ray raises a bare one if a busy machine does not start it in half a minute
+    except Exception as error:  # Ray raises a plain Exception if it does not start in half a minute
         ray.shutdown()
         raise InputError(_no_cluster(address, str(error))) from None
     if address is None and config.num_gpus:
@@ -86,11 +86,11 @@ def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> 
             )
 
 
-def _expect_reached(address: str) -> None:
-    """Raise InputError if nobody listens at host:port."""
+def _check_reachable(address: str) -> None:
+    """Raise InputError if no program listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACHED_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, ValueError, OverflowError) as error:
         raise InputError(_no_cluster(address, str(error))) from None
 
@@ -103,30 +103,30 @@ def _no_cluster(address: str | None, why: str) -> str:
 
 
 def _watch(ready: str, note: Callable[[str], None], stopped: threading.Event) -> None:
-    """Note when the fleet is ready, and each change of it, until `stopped` is set.
+    """Note when the fleet is ready and each change of its replicas, until `stopped` is set.
 
     Raises InputError if it cannot start.
     """
-    shown, answers = "", False
-    while not stopped.wait(LOOKS_S):
+    shown, is_ready = "", False
+    while not stopped.wait(POLL_S):
         application = serve.status().applications.get(NAME)
         if application is None:
             continue
         if application.status == "DEPLOY_FAILED":
             why = (application.message.strip() or "without a reason").splitlines()[-1]
             raise InputError(f"the fleet cannot be started: {why}; more is in Ray's logs, /tmp/ray/session_latest/logs")
-        if application.status == "RUNNING" and not answers:
-            answers = True
+        if application.status == "RUNNING" and not is_ready:
+            is_ready = True
             note(ready)
         line = running(application.deployments)
-        if line != shown and answers:
+        if line != shown and is_ready:
             note(line)
         shown = line
     note("ending: waiting for open answers")
 
 
 def running(deployments: dict[str, Any]) -> str:
-    """Describe how many replicas of each deployment are in which state.
+    """Describe how many replicas of each deployment are in each state.
 
     >>> running({})
     'replicas: none'

@@ -1,8 +1,8 @@
 """The routes of OpenAI's HTTP interface over one engine.
 
-A POST is read and checked (http, bodies) and becomes requests (requests), which run in the engine's loop (loop). Their
-chunks are collected (outputs) and written as a reply or as server-sent events (formatter, chat, completions,
-responses).
+http.py reads and checks a body (bodies.py); requests.py makes the engine's requests of it, which loop.py runs.
+outputs.py turns their chunks into text; chat.py, completions.py and responses.py write it as a reply or as server-sent
+events.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ from peagle.serve.replies import (
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.service import Service
 
-NO_ROOM = (429, 503)  # statuses of requests refused for lack of room
+LOGGED_REFUSALS = (429, 503)  # statuses of refusals under load, which the log counts
 SCHEMA = "#/components/schemas/{model}"
 REFUSALS: dict[int | str, str] = {
     401: "No key, or a wrong one.",
@@ -64,8 +64,8 @@ REFUSALS: dict[int | str, str] = {
     503: "The server loads or shuts down, or its engine has failed.",
     "default": "Another error.",
 }
-OF_BODIES = (400, 408, 413, 415)
-EVENT = {  # of a stream
+BODY_STATUSES = (400, 408, 413, 415)  # of refused bodies
+EVENT = {  # the schema of a stream's events
     "type": "object",
     "required": ["data"],
     "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
@@ -75,14 +75,14 @@ EVENT = {  # of a stream
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """A path whose replies the model writes: the types of body and reply, and the function that starts an answer."""
+    """A path whose replies the model writes. start: sends a body's requests to the engine."""
 
     body: Any
     reply: Any
     start: Callable[[Service, Any], Coroutine[Any, Any, Generation]]
 
     async def generation(self, service: Service, body: bytes) -> Generation:
-        """Send the requests of a body to the engine. Raises ApiError or InputError for a body that cannot run."""
+        """Send the requests of a body to the engine. Raises ApiError or InputError if it refuses them."""
         parsed = await service.parse(self.body, body)
         await service.loop.expect_ready()
         return await self.start(service, parsed)
@@ -96,7 +96,6 @@ ENDPOINTS = {
 
 
 def create_app(service: Service) -> fastapi.FastAPI:
-    """Make the application."""
     app = fastapi.FastAPI(
         title="peagle",
         version="1",
@@ -137,20 +136,20 @@ def create_app(service: Service) -> fastapi.FastAPI:
         responses=_refusals(401, 403, 404, "default"),
         generate_unique_id_function=_operation_id,
     )
-    _add_answers(guarded, service)
-    _add_tokens(guarded, service)
-    _add_descriptions(guarded, service)
+    _add_model_routes(guarded, service)
+    _add_tokenizer_routes(guarded, service)
+    _add_info_routes(guarded, service)
 
     @guarded.get("/openapi.json", include_in_schema=False)
     async def openapi() -> dict[str, Any]:
         return document(app, needs_key=bool(service.keys))
 
-    app.router.routes.extend(guarded.routes)  # `include_router` would make each of them again
+    app.router.routes.extend(guarded.routes)  # `include_router` would build every route a second time
     _handle_errors(app, service)
     return app
 
 
-def _add_answers(router: fastapi.APIRouter, service: Service) -> None:
+def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
     """Add the routes whose replies the model writes."""
 
     async def answer(request: fastapi.Request) -> fastapi.Response:
@@ -164,7 +163,7 @@ def _add_answers(router: fastapi.APIRouter, service: Service) -> None:
         if generation.stream:
             return EventStream(generation.events(), finish, service.unsent)
         try:
-            return JsonReply(await until_disconnect(request.receive, generation.whole()))
+            return JsonReply(await until_disconnect(request.receive, generation.reply()))
         finally:
             finish()
 
@@ -175,21 +174,19 @@ def _add_answers(router: fastapi.APIRouter, service: Service) -> None:
             answer,
             methods=["POST"],
             response_model=endpoint.reply,
-            responses=_refusals(*OF_BODIES, 429, 503) | stream,
-            openapi_extra=_takes(endpoint.body),
+            responses=_refusals(*BODY_STATUSES, 429, 503) | stream,
+            openapi_extra=_body_schema(endpoint.body),
         )
 
 
-def _add_tokens(router: fastapi.APIRouter, service: Service) -> None:
-    """Add the routes of the tokenizer."""
-
-    @router.post("/tokenize", responses=_refusals(*OF_BODIES), openapi_extra=_takes(TokenizeBody))
+def _add_tokenizer_routes(router: fastapi.APIRouter, service: Service) -> None:
+    @router.post("/tokenize", responses=_refusals(*BODY_STATUSES), openapi_extra=_body_schema(TokenizeBody))
     async def tokenize(request: fastapi.Request) -> Tokenized:
         body = await service.parse(TokenizeBody, await read_body(request, service.max_body))
         ids = await service.in_tokenizer_thread(service.builder.tokenize, body)
         return {"count": len(ids), "max_model_len": service.builder.context, "tokens": list(ids)}
 
-    @router.post("/detokenize", responses=_refusals(*OF_BODIES), openapi_extra=_takes(DetokenizeBody))
+    @router.post("/detokenize", responses=_refusals(*BODY_STATUSES), openapi_extra=_body_schema(DetokenizeBody))
     async def detokenize(request: fastapi.Request) -> Detokenized:
         body = await service.parse(DetokenizeBody, await read_body(request, service.max_body))
         return {"prompt": await service.in_tokenizer_thread(service.builder.detokenize, body)}
@@ -200,8 +197,8 @@ def _add_tokens(router: fastapi.APIRouter, service: Service) -> None:
         return JsonReply({**info, "model_max_length": service.builder.context})
 
 
-def _add_descriptions(router: fastapi.APIRouter, service: Service) -> None:
-    """Add the routes that describe the server: its models and its figures."""
+def _add_info_routes(router: fastapi.APIRouter, service: Service) -> None:
+    """Add the routes for models and metrics."""
 
     @router.get("/v1/models")
     async def models() -> Models:
@@ -222,55 +219,46 @@ def _operation_id(route: APIRoute) -> str:
 
 
 def _refusals(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
-    """Describe refusals by these statuses. By reference: FastAPI would build a model for each of them."""
+    """Make the responses of a route that have these statuses.
+
+    They refer to the schema of Error: for a `model` FastAPI would build a response field per route and status.
+    """
     content = {"application/json": {"schema": {"$ref": SCHEMA.format(model=Error.__name__)}}}
     return {status: {"description": REFUSALS[status], "content": content} for status in statuses}
 
 
-def _takes(body: type[pydantic.BaseModel]) -> dict[str, Any]:
-    """Describe the body of a route, which the route itself reads, within its limits."""
+def _body_schema(body: type[pydantic.BaseModel]) -> dict[str, Any]:
+    """Declare a route's body to OpenAPI only: the route reads the body itself, to bound its size and time."""
     schema = {"$ref": SCHEMA.format(model=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def document(app: fastapi.FastAPI, needs_key: bool) -> dict[str, Any]:
     """Make the OpenAPI document of the routes, with the types of their bodies and of errors."""
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    openapi = get_openapi(title=app.title, version=app.version, routes=app.routes)
     bodies = [*(endpoint.body for endpoint in ENDPOINTS.values()), TokenizeBody, DetokenizeBody]
     types: list[Any] = [(kind, "validation", pydantic.TypeAdapter(kind)) for kind in (*bodies, Error)]
     _, schemas = pydantic.TypeAdapter.json_schemas(types, ref_template=SCHEMA)
-    document["components"]["schemas"] |= schemas["$defs"]
+    openapi["components"]["schemas"] |= schemas["$defs"]
     if needs_key:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
-    return document
+        openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        openapi["security"] = [{"key": []}]
+    return openapi
 
 
 def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
     """Answer every failure with an error object."""
 
-    def reply(error: ApiError) -> JsonReply:
-        if error.status in NO_ROOM:
+    async def reply(request: fastapi.Request, error: Exception) -> fastapi.Response:
+        if isinstance(error, ClientDisconnect):
+            return PlainTextResponse("", 499)  # nobody reads it
+        if isinstance(error, HTTPException):  # of the router: no such path or method
+            where = f"{request.method} {request.url.path}"
+            error = ApiError(error.status_code, f"{where[:200]}: {error.detail}")
+        error = ApiError.of(error)
+        if error.status in LOGGED_REFUSALS:
             service.refusals.add(error.status)
         return JsonReply(error.body(), error.status, error.headers())
 
-    @app.exception_handler(ApiError)
-    async def known(_: fastapi.Request, error: ApiError) -> JsonReply:
-        return reply(error)
-
-    @app.exception_handler(InputError)
-    async def bad_input(_: fastapi.Request, error: InputError) -> JsonReply:
-        return reply(ApiError.of(error))
-
-    @app.exception_handler(HTTPException)
-    async def no_route(request: fastapi.Request, error: HTTPException) -> JsonReply:
-        where = f"{request.method} {request.url.path}"
-        return reply(ApiError(error.status_code, f"{where[:200]}: {error.detail}"))
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(_: fastapi.Request, __: ClientDisconnect) -> PlainTextResponse:
-        return PlainTextResponse("", 499)  # nobody reads it
-
-    @app.exception_handler(Exception)
-    async def unknown(_: fastapi.Request, error: Exception) -> JsonReply:
-        return reply(ApiError.unforeseen(error))
+    for kind in (ApiError, InputError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, reply)

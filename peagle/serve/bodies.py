@@ -1,7 +1,7 @@
-"""The bodies of requests, as pydantic models; `/openapi.json` is written from them.
+"""The bodies of requests, as pydantic models, from which `/openapi.json` is made. See response_bodies.py, too.
 
-Unknown fields are refused by name. Ranges are published here, and checked by the code that uses the values
-(`peagle.config`, `peagle.engine.request`). Those of /v1/responses alone are in response_bodies.py.
+Unknown fields are refused by name. Ranges are only published here; the code that uses a value checks its range
+(`peagle.config`, `peagle.engine.request`).
 """
 
 from typing import Annotated, Any, Literal
@@ -11,12 +11,14 @@ from pydantic import Discriminator, Tag
 
 from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
 from peagle.ops.strict_json import dumps
-from peagle.serve.names import CHAT, Names
+from peagle.serve.names import CHAT_FIELDS, FieldNames
 
-MOST_CHOICES = 16  # of each prompt
-CUSTOM_INPUT = "input"  # the only parameter of a custom tool, as a function
-FUNCTIONS = "functions"  # the namespace of functions without one
-# values by which an unsupported field asks for nothing; null always does
+MOST_CHOICES = 16  # of one prompt
+MOST_PROMPTS = 64  # of one body
+MOST_TOOLS = 128  # the limit of OpenAI's API
+CUSTOM_INPUT = "input"  # the only parameter of a custom tool, which the model sees as a function
+DEFAULT_NAMESPACE = "functions"  # of tools without a namespace
+# values of unsupported fields that are accepted, since they change nothing; null always is
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "best_of": (1,),
@@ -34,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": ({},),
     "annotations": ([],),
 }
-HOSTED = (  # tools that OpenAI's servers run, by their types
+HOSTED = (  # types of tools that OpenAI's servers run
     *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search"),
     *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
     *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
@@ -42,57 +44,56 @@ HOSTED = (  # tools that OpenAI's servers run, by their types
 
 
 def published(**limits: Any) -> Any:
-    """Publish the limits of a field. The code that uses the value checks them."""
+    """Publish the limits of a field in the schema only."""
     return pydantic.Field(json_schema_extra=limits)
 
 
-PENALTY = Annotated[float, published(minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)]
-LIMIT = Annotated[int | None, published(minimum=1)]
-LOGPROBS = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
-TOKEN_ID = Annotated[int, published(minimum=0)]
+Penalty = Annotated[float, published(minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)]
+TokenLimit = Annotated[int | None, published(minimum=1)]
+NumLogprobs = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
+TokenId = Annotated[int, published(minimum=0)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def kind_of(value: Any) -> str:
-    """Name the branch of a union of objects by their type."""
+def type_tag(value: Any) -> str:
+    """Return the tag of a union's branch: the type of the object."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"[{kind}]"
 
 
 def list_or_text(value: Any) -> str:
-    """Name the branch of a union of a text and a list."""
+    """Return the tag of the branch of a union of a text and a list."""
     return "[list]" if isinstance(value, list) else "[text]"
 
 
 def object_or_text(value: Any) -> str:
-    """Name the branch of a union of a text and an object."""
+    """Return the tag of the branch of a union of a text and an object."""
     return "[object]" if isinstance(value, dict | pydantic.BaseModel) else "[text]"
 
 
-BY_TYPE, LIST_OR_TEXT, OBJECT_OR_TEXT = map(Discriminator, (kind_of, list_or_text, object_or_text))
+BY_TYPE, LIST_OR_TEXT, OBJECT_OR_TEXT = map(Discriminator, (type_tag, list_or_text, object_or_text))
 
 
 class Body(pydantic.BaseModel):
-    """An object of a body. Branches of its unions have names in brackets, which are no fields (`_refusal`)."""
+    """An object of a body. Tags of unions stand in brackets, to tell them from fields (see `http._refusal`)."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: Any) -> Any:
-        """Leave out nulls, and neutral values of unsupported fields."""
+        """Drop nulls, and neutral values of unsupported fields."""
         if not isinstance(fields, dict):
             return fields
         return {
             key: value
             for key, value in fields.items()
-            if value is not None
-            and (key in cls.model_fields or not any(_same(value, neutral) for neutral in NEUTRAL.get(key, ())))
+            if value is not None and (key in cls.model_fields or not _is_neutral(key, value))
         }
 
 
 class Marked(Body):
-    """An object that clients mark for a cache of prompts. No effect: every prompt is looked up in the cache."""
+    """An object that clients mark for prompt caching. No effect: the prefix cache sees every prompt."""
 
     cache_control: dict[str, Any] | None = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
@@ -151,14 +152,14 @@ class Syntax(Body):
 
 
 class CustomFormat(Body):
-    """The input of a custom tool. A grammar is told to the model, and does not bind the input."""
+    """The input of a custom tool. The prompt shows a grammar to the model; it does not constrain the input."""
 
     type: Literal["text", "grammar"]
     grammar: Syntax | None = None
 
 
 class Custom(Marked):
-    """A tool whose input is a text. The model calls it as a function of that text."""
+    """A tool whose input is a text. The model sees a function with one text parameter."""
 
     name: str
     description: str | None = None
@@ -191,8 +192,7 @@ class CustomTool(Marked):
         )
 
 
-Tool = FunctionTool | CustomTool
-ANY_TOOL = Annotated[Annotated[FunctionTool, Tag("[function]")] | Annotated[CustomTool, Tag("[custom]")], BY_TYPE]
+Tool = Annotated[Annotated[FunctionTool, Tag("[function]")] | Annotated[CustomTool, Tag("[custom]")], BY_TYPE]
 
 
 class ToolName(Body):
@@ -200,13 +200,13 @@ class ToolName(Body):
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content: a text, or parts of texts."""
+    """Return the text of a message's content, or of its parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def qualified(namespace: str | None, name: str) -> str:
-    """Return a tool's name as the model sees it: with its namespace, but for that of plain functions."""
-    return name if namespace in (None, FUNCTIONS) else f"{namespace}.{name}"
+    """Return a tool's name as the model sees it: NAMESPACE.NAME, or NAME in the default namespace."""
+    return name if namespace in (None, DEFAULT_NAMESPACE) else f"{namespace}.{name}"
 
 
 class NamedFunction(Body):
@@ -238,7 +238,7 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(Body):
-    """parsed_arguments: of clients that send back parsed messages; no effect."""
+    """parsed_arguments: no effect; clients send it if they return a parsed message."""
 
     name: str
     arguments: str
@@ -251,7 +251,7 @@ class CalledCustom(Body):
 
 
 class PastFunctionCall(Body):
-    """A call in a past answer. index: of clients that send back a stream's calls; no effect."""
+    """A call in a past answer. index: no effect; clients send it if they return the calls of a stream."""
 
     id: str
     type: Literal["function"] = "function"
@@ -272,20 +272,21 @@ class PastCustomCall(Body):
         return CalledFunction(name=self.custom.name, arguments=arguments)
 
 
-def _kind_of_call(value: Any) -> str:
-    return "[custom]" if kind_of(value) == "[custom]" else "[function]"
+def _tag_of_call(value: Any) -> str:
+    return "[custom]" if type_tag(value) == "[custom]" else "[function]"
 
 
 PastCall = Annotated[
     Annotated[PastFunctionCall, Tag("[function]")] | Annotated[PastCustomCall, Tag("[custom]")],
-    Discriminator(_kind_of_call),
+    Discriminator(_tag_of_call),
 ]
 
 
 class ChatMessage(Marked):
-    """A message. `reasoning` is left out, as by chat templates, unless it led to calls.
+    """A message of a chat.
 
-    parsed: of clients that send back parsed messages; no effect.
+    reasoning: the prompt has it only if calls follow it, as chat templates do. parsed: no effect; clients send it if
+    they return a parsed message.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -300,12 +301,12 @@ class ChatMessage(Marked):
 
     @property
     def text(self) -> str:
-        """Its texts joined; of an answer that refused, the refusal."""
+        """The joined texts of its parts; the refusal, if it has no text."""
         return text_of(self.content) or self.refusal or ""
 
 
 class Speculative(Body):
-    """The most drafts of a step of this request; None: the server's."""
+    """num_speculative_tokens: the most drafts of a step of this request; None: the server's K."""
 
     num_speculative_tokens: Annotated[int | None, published(minimum=0)] = None
 
@@ -316,7 +317,7 @@ class JsonSchema(Body):
     name: str
     description: str | None = None
     strict: bool | None = None
-    of: dict[str, Any] = pydantic.Field(alias="schema")
+    schema_: dict[str, Any] = pydantic.Field(alias="schema")
 
 
 class ResponseFormat(Body):
@@ -333,7 +334,7 @@ class StructuredOutputs(Body):
 
 
 class Structured(Body):
-    """The fields that constrain an answer, at most one per body. `guided_*` are vLLM's former names."""
+    """The fields that constrain an answer. A body may set one of them. `guided_*` are vLLM's former names."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -343,13 +344,13 @@ class Structured(Body):
     guided_grammar: str | None = None
 
     @property
-    def names(self) -> Names:
-        """How refusals name the fields."""
-        return CHAT
+    def names(self) -> FieldNames:
+        """The names of fields in errors."""
+        return CHAT_FIELDS
 
 
 class AnswerBody(Body):
-    """Fields of every body that asks for an answer. prompt_cache_key, safety_identifier, user: no effect."""
+    """Fields of all bodies whose replies the model writes. prompt_cache_key, safety_identifier, user: no effect."""
 
     model: str | None = None
     temperature: Annotated[float, published(minimum=0, maximum=HOTTEST)] = 1.0
@@ -363,46 +364,46 @@ class AnswerBody(Body):
 
 
 class Sampled(AnswerBody, Structured):
-    """Fields of both kinds of completion. None: the default of the interface."""
+    """Fields of chats and completions. None: OpenAI's default."""
 
     top_k: Annotated[int, published(minimum=-1, exclusiveMaximum=2**31)] = 0
     min_p: Annotated[float, published(minimum=0, maximum=1)] = 0.0
-    max_tokens: LIMIT = None
+    max_tokens: TokenLimit = None
     min_tokens: Annotated[int, published(minimum=0)] = 0
     stop: Annotated[str | list[str], published(minLength=1, maxItems=MOST_STOP_STRINGS)] = []
-    stop_token_ids: list[TOKEN_ID] = []
+    stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     n: Annotated[int, published(minimum=1, maximum=MOST_CHOICES)] = 1
     logit_bias: Annotated[dict[str, float], published(propertyNames={"pattern": "^[0-9]+$"})] = {}
-    presence_penalty: PENALTY = 0.0
-    frequency_penalty: PENALTY = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, published(exclusiveMinimum=0)] = 1.0
     stream_options: StreamOptions | None = None
 
 
 class ChatBody(Sampled):
     messages: Annotated[list[ChatMessage], published(minItems=1)]
-    max_completion_tokens: LIMIT = None
+    max_completion_tokens: TokenLimit = None
     logprobs: bool = False
-    top_logprobs: LOGPROBS = None
+    top_logprobs: NumLogprobs = None
     reasoning_effort: Effort | None = None
-    tools: list[ANY_TOOL] = []
+    tools: list[Tool] = []
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    return_token_origins: bool = False  # of the page: which token came from which draft
+    return_token_origins: bool = False  # for the page: whether each token was drafted, and at which position
 
 
 class CompletionBody(Sampled):
-    """max_tokens: with echo it may be 0."""
+    """max_tokens: it may be 0 if echo is set."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Annotated[int | None, published(minimum=0)] = None
     echo: bool = False
-    logprobs: LOGPROBS = None
+    logprobs: NumLogprobs = None
 
     @property
     def only_echo(self) -> bool:
-        """Whether the prompts are the answers."""
+        """Whether the answers are the prompts, without new tokens."""
         return self.echo and self.max_tokens == 0
 
 
@@ -411,14 +412,14 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     reasoning_effort: Effort | None = None
-    tools: list[ANY_TOOL] = []
-    add_special_tokens: bool = True  # that the tokenizer puts before a text
+    tools: list[Tool] = []
+    add_special_tokens: bool = True  # those that the tokenizer puts before a text
 
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TOKEN_ID]
+    tokens: list[TokenId]
 
 
-def _same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and value == other
+def _is_neutral(key: str, value: Any) -> bool:
+    return any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(key, ()))

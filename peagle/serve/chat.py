@@ -1,5 +1,6 @@
 """/v1/chat/completions: start the requests of a body, and write their reply or events."""
 
+import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +13,11 @@ from peagle.serve.outputs import OutputChunk, OutputCollector, TokenTexts
 from peagle.serve.replies import CallDelta, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, Message
 from peagle.serve.requests import notes
 from peagle.serve.service import Service
-from peagle.serve.structured import constraint
+from peagle.serve.structured import constraint_field
 from peagle.serve.tools import CustomCalls
 from peagle.text.channels import Delta
 
-TEXT_OF_CALL = {"function": "arguments", "custom": "input"}
+TEXT_FIELDS = {"function": "arguments", "custom": "input"}  # by type of the call
 
 
 async def start(service: Service, body: ChatBody) -> Generation:
@@ -32,8 +33,8 @@ async def start(service: Service, body: ChatBody) -> Generation:
         token_origins=body.return_token_origins,
         options=body.stream_options or StreamOptions(),
     )
-    service.note(*notes(body))
-    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint(body))
+    service.log_once(*notes(body))
+    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(body))
     return Generation(body.stream, formatter, outputs)
 
 
@@ -43,50 +44,51 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
 
     logprobs: bool = False
     token_origins: bool = False
-    _cut: set[int] = field(default_factory=set)  # answers that the request ended, not the model
-    _shown: dict[int, list[Delta]] = field(default_factory=dict)
+    # by index of the answer:
+    _cut: set[int] = field(default_factory=set)  # answers that a stop string or token of the request ended
+    _shown: dict[int, list[Delta]] = field(default_factory=lambda: collections.defaultdict(list))
     _texts: dict[int, TokenTexts] = field(default_factory=dict)
-    _entries: dict[int, list[str]] = field(default_factory=dict)  # of tokens, with their log-probabilities
+    _entries: dict[int, list[str]] = field(default_factory=lambda: collections.defaultdict(list))  # JSON
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def _first(self, place: int) -> list[ChatChunkChoice]:
-        return [_choice(place, {"role": "assistant", "content": ""})]
+    def _first_choices(self, index: int) -> list[ChatChunkChoice]:
+        return [_choice(index, {"role": "assistant", "content": ""})]
 
-    def _middle(self, chunk: OutputChunk) -> list[ChatChunkChoice]:
+    def _chunk_choices(self, chunk: OutputChunk) -> list[ChatChunkChoice]:
         assert self.tokenizer is not None
-        deltas, custom = self._deltas(chunk), self._custom_calls(chunk.place)
+        deltas, custom = self._deltas(chunk), self._custom_calls(chunk.index)
         if chunk.cut:
-            self._cut.add(chunk.place)
-        self._shown.setdefault(chunk.place, []).extend(deltas)
+            self._cut.add(chunk.index)
+        self._shown[chunk.index] += deltas
         choices = []
         for delta in deltas:
-            choices.append(_choice(chunk.place, _delta(delta, custom)))
-            if entries := self._logprobs(chunk, delta):
-                self._entries.setdefault(chunk.place, []).extend(entries)
+            choices.append(_choice(chunk.index, _delta(delta, custom)))
+            if entries := self._logprob_entries(chunk, delta):
+                self._entries[chunk.index] += entries
                 choices[-1]["logprobs"] = _logprobs(entries)
         if self.token_origins:
-            tokens = self._texts.setdefault(chunk.place, TokenTexts(self.tokenizer)).of(chunk)
+            tokens = self._texts.setdefault(chunk.index, TokenTexts(self.tokenizer)).of(chunk)
             if tokens and not choices:  # control tokens, or text that is held back
-                choices = [_choice(chunk.place, {"content": ""})]
+                choices = [_choice(chunk.index, {"content": ""})]
             if tokens:
                 choices[0]["tokens"] = tokens
         return choices
 
-    def _last(self, place: int, reason: str) -> ChatChunkChoice:
-        return _choice(place, {}, self._reason(place, reason))
+    def _last_choice(self, index: int, reason: str) -> ChatChunkChoice:
+        return _choice(index, {}, self._reason(index, reason))
 
-    def _whole(self, place: int, result: Result) -> ChatChoice:
+    def _reply_choice(self, index: int, result: Result) -> ChatChoice:
         texts = {"reasoning": "", "content": ""}
         calls: dict[int, Any] = {}
-        for delta in self._shown.get(place, []):
+        for delta in self._shown[index]:
             if delta.call is None:
                 texts[delta.kind] += delta.text
             elif delta.call.index in calls:
                 kind = calls[delta.call.index]["type"]
-                calls[delta.call.index][kind][TEXT_OF_CALL[kind]] += delta.text
+                calls[delta.call.index][kind][TEXT_FIELDS[kind]] += delta.text
             else:
-                first = _call(delta, self._custom_calls(place))
+                first = _call(delta, self._custom_calls(index))
                 calls[delta.call.index] = {key: value for key, value in first.items() if key != "index"}
         message: Message = {"role": "assistant", "content": texts["content"], "refusal": None}
         if calls:
@@ -94,20 +96,20 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
         if texts["reasoning"]:
             message |= {"reasoning": texts["reasoning"], "reasoning_content": texts["reasoning"]}
         return {
-            "index": place,
+            "index": index,
             "message": message,
-            "logprobs": _logprobs(self._entries.get(place, [])) if self.logprobs else None,
-            "finish_reason": self._reason(place, result.finish_reason or "stop"),
+            "logprobs": _logprobs(self._entries[index]) if self.logprobs else None,
+            "finish_reason": self._reason(index, result.finish_reason or "stop"),
         }
 
-    def _reason(self, place: int, reason: str) -> Any:
-        """Return "tool_calls" after an answer that ended itself and calls a function."""
-        calls = any(delta.call is not None for delta in self._shown.get(place, []))
-        return "tool_calls" if calls and reason == "stop" and place not in self._cut else reason
+    def _reason(self, index: int, reason: str) -> Any:
+        """Return the finish reason: "tool_calls" if the model ended the answer and it has a call."""
+        calls = any(delta.call is not None for delta in self._shown[index])
+        return "tool_calls" if calls and reason == "stop" and index not in self._cut else reason
 
 
-def _choice(place: int, delta: ChatDelta, reason: Any = None) -> ChatChunkChoice:
-    return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}
+def _choice(index: int, delta: ChatDelta, reason: Any = None) -> ChatChunkChoice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
 def _logprobs(entries: Sequence[str]) -> ChatLogprobs:
@@ -115,7 +117,7 @@ def _logprobs(entries: Sequence[str]) -> ChatLogprobs:
 
 
 def _delta(delta: Delta, custom: CustomCalls) -> ChatDelta:
-    """Make the delta of one channel. Reasoning has two names, since clients differ."""
+    """Make the delta of a reply. Reasoning has two names, since clients differ."""
     if delta.call is not None:
         return {"tool_calls": [_call(delta, custom)]}
     if delta.kind == "reasoning":
@@ -124,7 +126,7 @@ def _delta(delta: Delta, custom: CustomCalls) -> ChatDelta:
 
 
 def _call(delta: Delta, custom: CustomCalls) -> CallDelta:
-    """Make the delta of a call. The first has its id and name and no text, since clients join the texts of all."""
+    """Make the delta of a call. Only the first has id and name; it has no text (see `CallDelta`)."""
     assert delta.call is not None
     index, is_custom = delta.call.index, custom.is_custom(delta.call)
     if delta.text and is_custom:

@@ -1,7 +1,8 @@
 """/v1/completions: start the requests of a body, and write their reply or events."""
 
+import collections
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,12 @@ from peagle.serve.formatter import ChoicesFormatter, Generation
 from peagle.serve.outputs import OutputChunk, OutputCollector
 from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs
 from peagle.serve.service import Service
-from peagle.serve.structured import constraint
+from peagle.serve.structured import constraint_field
 from peagle.text.channels import Delta
 from peagle.text.tokenizer import Detokenizer, detokenize
+
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+Row = tuple[str, str, str, str]  # of a token: the JSON of its value in each column
 
 
 async def start(service: Service, body: CompletionBody) -> Generation:
@@ -32,71 +36,63 @@ async def start(service: Service, body: CompletionBody) -> Generation:
     if body.echo and body.logprobs is not None:
         formatter.prompts = [request.prompt_ids for request in requests]
         formatter.prompt_logprobs = await service.prompt_logprobs(requests)
-    outputs = OutputCollector(service.loop, requests, tokenizer, constraint=constraint(body), decode=not body.only_echo)
+    outputs = OutputCollector(
+        service.loop, requests, tokenizer, constraint=constraint_field(body), decode=not body.only_echo
+    )
     return Generation(body.stream, formatter, outputs)
 
 
 @dataclass
 class CompletionFormatter(ChoicesFormatter):
-    """Completions of raw text.
-
-    echoed: the text of each answer's prompt, if the body sets echo; with log-probabilities, `prompts` has their ids,
-    and `prompt_logprobs` those of all tokens after the first.
-    """
+    """Completions of raw text."""
 
     logprobs: bool = False
-    echoed: Sequence[str] = ()
-    prompts: Sequence[tuple[int, ...]] = ()
-    prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
-    _entries: dict[int, dict[str, list[str]]] = field(default_factory=dict)
+    echoed: Sequence[str] = ()  # the text of each answer's prompt, if the body sets echo
+    prompts: Sequence[tuple[int, ...]] = ()  # their token ids, if the body sets logprobs, too
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()  # of their tokens after the first
+    _rows: dict[int, list[Row]] = field(default_factory=lambda: collections.defaultdict(list))  # by index of the answer
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def _first(self, place: int) -> list[CompletionChunkChoice]:
+    def _first_choices(self, index: int) -> list[CompletionChunkChoice]:
         if not self.echoed:
             return []
-        choice = _choice(place, self.echoed[place], None)
+        choice = _choice(index, self.echoed[index], None)
         if self.logprobs:
-            choice["logprobs"] = self._kept(place, self._of_prompt(place))
+            rows = self._prompt_rows(index)
+            self._rows[index] += rows
+            choice["logprobs"] = _columns(rows)
         return [choice]
 
-    def _middle(self, chunk: OutputChunk) -> list[CompletionChunkChoice]:
+    def _chunk_choices(self, chunk: OutputChunk) -> list[CompletionChunkChoice]:
         return [self._piece(chunk, delta) for delta in chunk.deltas]
 
     def _piece(self, chunk: OutputChunk, delta: Delta) -> CompletionChunkChoice:
-        choice = _choice(chunk.place, delta.text, None)
-        if tokens := chunk.logprobs_of(delta):
-            start = len(self.echoed[chunk.place]) if self.echoed else 0
-            places = [start + token.place for token, _ in tokens]
-            choice["logprobs"] = self._kept(chunk.place, self._columns([logprobs for _, logprobs in tokens], places))
+        choice = _choice(chunk.index, delta.text, None)
+        start = len(self.echoed[chunk.index]) if self.echoed else 0
+        if rows := [self._row(logprobs, start + token.place) for token, logprobs in chunk.logprobs_of(delta)]:
+            self._rows[chunk.index] += rows
+            choice["logprobs"] = _columns(rows)
         return choice
 
-    def _last(self, place: int, reason: str) -> CompletionChunkChoice:
-        return _choice(place, "", reason)
+    def _last_choice(self, index: int, reason: str) -> CompletionChunkChoice:
+        return _choice(index, "", reason)
 
-    def _whole(self, place: int, result: Result) -> CompletionChunkChoice:
-        prompt = self.echoed[place] if self.echoed else ""
-        choice = _choice(place, prompt + (result.text or ""), result.finish_reason)
+    def _reply_choice(self, index: int, result: Result) -> CompletionChunkChoice:
+        prompt = self.echoed[index] if self.echoed else ""
+        choice = _choice(index, prompt + (result.text or ""), result.finish_reason)
         if self.logprobs:
-            choice["logprobs"] = _joined(self._entries.get(place, self._columns([], [])))
+            choice["logprobs"] = _columns(self._rows[index])
         return choice
 
-    def _kept(self, place: int, columns: dict[str, list[str]]) -> CompletionLogprobs:
-        """Keep entries of log-probabilities for the whole reply; return them joined."""
-        kept = self._entries.setdefault(place, {})
-        for name, entries in columns.items():
-            kept.setdefault(name, []).extend(entries)
-        return _joined(columns)
+    def _prompt_rows(self, index: int) -> list[Row]:
+        """Make the rows of an echoed prompt. Its first token has no log-probability."""
+        first, *others = self._offsets(self.prompts[index], self.echoed[index])
+        rows = [(self._token_json(self.prompts[index][0]), "null", "null", str(first))]
+        return rows + list(map(self._row, self.prompt_logprobs[index], others))
 
-    def _of_prompt(self, place: int) -> dict[str, list[str]]:
-        """Make the entries of an echoed prompt. Its first token has no log-probability."""
-        prompt, known = self.prompts[place], [TokenLogprobs(self.prompts[place][0], 0.0, ())]
-        columns = self._columns([*known, *self.prompt_logprobs[place]], self._places(prompt, self.echoed[place]))
-        columns["token_logprobs"][0] = columns["top_logprobs"][0] = "null"
-        return columns
-
-    def _places(self, prompt: Sequence[int], text: str) -> list[int]:
-        """Find where a prompt's tokens stand in its text, before which the tokenizer may have put one."""
+    def _offsets(self, prompt: Sequence[int], text: str) -> list[int]:
+        """Return where a prompt's tokens begin in its text. The tokenizer may have put a token before the text."""
         if self.tokenizer is None:
             return [0] * len(prompt)
         texts = Detokenizer(self.tokenizer)
@@ -105,24 +101,17 @@ class CompletionFormatter(ChoicesFormatter):
             lengths[0] = 0
         return [0, *itertools.accumulate(lengths[:-1])]
 
-    def _columns(self, tokens: Sequence[TokenLogprobs], places: Sequence[int]) -> dict[str, list[str]]:
-        """Write the entries of tokens, token column as texts of JSON. places: of the tokens in the text."""
-        return {
-            "tokens": [self._written(token.token_id) for token in tokens],
-            "token_logprobs": [number(token.logprob) for token in tokens],
-            "top_logprobs": [self._best(token) for token in tokens],
-            "text_offset": list(map(str, places)),
-        }
-
-    def _best(self, entry: TokenLogprobs) -> str:
-        values = {self._written(token): number(value) for token, value in entry.best}  # texts may be equal
-        return f"{{{', '.join(f'{text}: {value}' for text, value in values.items())}}}"
+    def _row(self, token: TokenLogprobs, offset: int) -> Row:
+        """Write a token's row. offset: of the token in the text."""
+        best = {self._token_json(token_id): number(value) for token_id, value in token.best}  # texts may be equal
+        top = ", ".join(f"{text}: {value}" for text, value in best.items())
+        return self._token_json(token.token_id), number(token.logprob), f"{{{top}}}", str(offset)
 
 
-def _choice(place: int, text: str, reason: Any) -> CompletionChunkChoice:
-    return {"index": place, "text": text, "logprobs": None, "finish_reason": reason}
+def _choice(index: int, text: str, reason: Any) -> CompletionChunkChoice:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-def _joined(columns: Mapping[str, Sequence[str]]) -> CompletionLogprobs:
-    joined: Any = {name: Written.array(entries) for name, entries in columns.items()}
-    return joined
+def _columns(rows: Sequence[Row]) -> CompletionLogprobs:
+    columns: Any = {name: Written.array(row[column] for row in rows) for column, name in enumerate(COLUMNS)}
+    return columns

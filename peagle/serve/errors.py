@@ -9,9 +9,9 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class ApiError(Exception):
-    """A request that gets an error object instead of an answer.
+    """An error that the client gets as an error object.
 
-    param: the field at fault. retry_after_s: seconds after which the client may try again.
+    param: the wrong field. retry_after_s: seconds after which the client may try again.
     """
 
     def __init__(
@@ -22,25 +22,26 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     @classmethod
-    def of(cls, error: InputError, param: str | None = None) -> "ApiError":
-        """Make the error of bad input. param: if the input's own error names no field."""
-        return cls(400, str(error), error.field or param)
+    def of(cls, error: Exception, param: str | None = None) -> "ApiError":
+        """Make the error for any exception: an ApiError as it is, an InputError a 400, others a fault of the server.
+
+        param: the field of an InputError that names none.
+        """
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, InputError):
+            return cls(400, str(error), error.field or param)
+        return cls(500, f"the server failed at this request ({type(error).__name__}); its log has more")
 
     @classmethod
-    def wrong(cls, name: str, value: Any, expected: str, code: str | None = None) -> "ApiError":
-        """Make the error of a field with a wrong value."""
-        return cls(400, f"{name} is {brief(value)}; expected {expected}", name, code)
+    def wrong(cls, name: str, value: Any, expected: str) -> "ApiError":
+        return cls(400, f"{name} is {brief(value)}; expected {expected}", name)
 
     @classmethod
     def missing(cls, name: str) -> "ApiError":
         return cls(400, f"{name} is missing; add it", name, "missing_required_parameter")
 
-    @classmethod
-    def unforeseen(cls, error: Exception) -> "ApiError":
-        """Make the error of a fault in the server."""
-        return cls(500, f"the server failed at this request ({type(error).__name__}); its log has more")
-
-    def __reduce__(self) -> tuple[Any, ...]:  # between processes, too
+    def __reduce__(self) -> tuple[Any, ...]:  # a fleet pickles it between processes
         return type(self), (self.status, self.message, self.param, self.code, self.retry_after_s)
 
     def body(self) -> dict[str, Any]:

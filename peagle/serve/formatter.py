@@ -1,4 +1,4 @@
-"""Write replies and the events of streams from the outputs of one call."""
+"""Write the reply to one HTTP request, or its stream of events, from chunks of its answers."""
 
 import contextlib
 import functools
@@ -24,16 +24,16 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class ResponseFormatter:
-    """Common parts of all replies. `read` every chunk of an answer, then write the `whole`.
+    """Formats the reply of an endpoint. `read` every chunk; then `reply` makes a whole reply.
 
-    Log-probabilities are written as their chunks arrive: all at once would block the event loop for seconds.
+    Log-probabilities become JSON as their chunks arrive, since all at the end would block the event loop for seconds.
     """
 
     model: str
     tokenizer: Tokenizer | None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _texts_of: dict[int, str] = field(default_factory=dict)  # tokens as JSON (`_written`)
+    _json_by_token: dict[int, str] = field(default_factory=dict)  # see `_token_json`
 
     prefix: ClassVar[str]  # of ids
 
@@ -42,7 +42,7 @@ class ResponseFormatter:
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every event has the usage so far."""
+        """Whether each event has the usage so far."""
         return False
 
     def begin(self) -> str:
@@ -50,11 +50,11 @@ class ResponseFormatter:
         return ""
 
     def read(self, chunk: OutputChunk) -> Sequence[Any]:
-        """Read a chunk of an answer; return the entries that a stream sends (`event`)."""
+        """Read a chunk of an answer; return the entries of its events."""
         raise NotImplementedError
 
-    def event(self, shown: Any, used: Usage | None = None) -> str:
-        """Write the event of an entry of `read`. used: the usage so far, for events that have it."""
+    def event(self, entry: Any, usage_so_far: Usage | None = None) -> str:
+        """Write the event of an entry from `read`. usage_so_far: set if `continuous_usage`."""
         raise NotImplementedError
 
     def end(self, results: Sequence[Result]) -> str:
@@ -65,34 +65,29 @@ class ResponseFormatter:
         """Write the last events of a stream that fails."""
         raise NotImplementedError
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        """Make the reply of answers that have ended."""
+    def reply(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        """Make the reply after all answers have ended."""
         raise NotImplementedError
 
-    def _token(self, token_id: int) -> str:
-        """Return a token's text, an incomplete character as U+FFFD; its id without a tokenizer."""
-        return f"token_id:{token_id}" if self.tokenizer is None else self._bytes(token_id).decode("utf-8", "replace")
-
-    def _written(self, token_id: int) -> str:
-        """Return a token's text as JSON, written once."""
-        text = self._texts_of.get(token_id)
+    def _token_json(self, token_id: int) -> str:
+        """Return `_write_token`, which is called once per token id."""
+        text = self._json_by_token.get(token_id)
         if text is None:
-            text = self._texts_of[token_id] = self._write(token_id)
+            text = self._json_by_token[token_id] = self._write_token(token_id)
         return text
 
-    def _write(self, token_id: int) -> str:
-        return dumps(self._token(token_id), ensure_ascii=False)
-
-    def _bytes(self, token_id: int) -> bytes:
-        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+    def _write_token(self, token_id: int) -> str:
+        """Write a token's text as JSON: U+FFFD for an incomplete character, its id without a tokenizer."""
+        data = f"token_id:{token_id}".encode() if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+        return dumps(data.decode("utf-8", "replace"), ensure_ascii=False)
 
 
 @dataclass
 class ChoicesFormatter(ResponseFormatter):
-    """Replies of choices: those of chats and of completions."""
+    """Replies with choices: those of chats and of completions."""
 
     options: StreamOptions = field(default_factory=StreamOptions)
-    _begun: set[int] = field(default_factory=set)  # answers of which a chunk was read
+    _begun: set[int] = field(default_factory=set)  # indices of answers of which a chunk was read
 
     kind: ClassVar[str]  # of a reply
     chunk_kind: ClassVar[str]  # of an event
@@ -102,16 +97,16 @@ class ChoicesFormatter(ResponseFormatter):
         return self.options.include_usage and self.options.continuous_usage_stats
 
     def read(self, chunk: OutputChunk) -> list[Any]:
-        is_first = chunk.place not in self._begun
-        self._begun.add(chunk.place)
-        choices = [*(self._first(chunk.place) if is_first else ()), *self._middle(chunk)]
+        is_first = chunk.index not in self._begun
+        self._begun.add(chunk.index)
+        choices = [*(self._first_choices(chunk.index) if is_first else ()), *self._chunk_choices(chunk)]
         if chunk.finish_reason is not None:
-            choices.append(self._last(chunk.place, chunk.finish_reason))
+            choices.append(self._last_choice(chunk.index, chunk.finish_reason))
         return choices
 
-    def event(self, shown: Any, used: Usage | None = None) -> str:
-        extra = f', "usage": {dumps(used)}' if self.options.include_usage else ""
-        return f'data: {self._chunk_head}, "choices": [{dumps(shown, ensure_ascii=False)}]{extra}}}\n\n'
+    def event(self, entry: Any, usage_so_far: Usage | None = None) -> str:
+        extra = f', "usage": {dumps(usage_so_far)}' if self.options.include_usage else ""
+        return f'data: {self._chunk_head}, "choices": [{dumps(entry, ensure_ascii=False)}]{extra}}}\n\n'
 
     def end(self, results: Sequence[Result]) -> str:
         if not self.options.include_usage:
@@ -122,28 +117,29 @@ class ChoicesFormatter(ResponseFormatter):
     def failed(self, error: ApiError) -> str:
         return _event(error.body()) + DONE
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        choices = [self._whole(place, result) for place, result in enumerate(results)]
+    def reply(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        choices = [self._reply_choice(index, result) for index, result in enumerate(results)]
         return {**self._head(self.kind), "choices": choices, "usage": usage(results), **figures(results)}
 
-    def _first(self, place: int) -> Sequence[Any]:
-        """Make the choices before an answer's first chunk in a stream."""
+    def _first_choices(self, index: int) -> Sequence[Any]:
+        """Make the choices of a stream before an answer's first chunk."""
         raise NotImplementedError
 
-    def _middle(self, chunk: OutputChunk) -> Sequence[Any]:
-        """Make a chunk's choices in a stream; none if it shows nothing."""
+    def _chunk_choices(self, chunk: OutputChunk) -> Sequence[Any]:
+        """Make the choices of a stream for a chunk; none if the chunk shows nothing."""
         raise NotImplementedError
 
-    def _last(self, place: int, reason: str) -> Any:
-        """Make the choice that ends an answer's stream; it has no content."""
+    def _last_choice(self, index: int, reason: str) -> Any:
+        """Make the choice of a stream that ends an answer; it has no content."""
         raise NotImplementedError
 
-    def _whole(self, place: int, result: Result) -> Any:
+    def _reply_choice(self, index: int, result: Result) -> Any:
+        """Make the choice of a whole reply."""
         raise NotImplementedError
 
     @functools.cached_property
     def _chunk_head(self) -> str:
-        """The beginning of every event, as JSON."""
+        """The start of every event, as JSON."""
         return dumps(self._head(self.chunk_kind), ensure_ascii=False)[:-1]
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -152,62 +148,62 @@ class ChoicesFormatter(ResponseFormatter):
 
 @dataclass
 class ChannelFormatter(ResponseFormatter):
-    """Replies with parsed channels. tools: that the model may call. one_call: show the first call alone."""
+    """Replies with parsed channels. tools: those that the model may call. one_call: show only the first call."""
 
     tools: Sequence[Tool] = ()
     one_call: bool = False
-    _custom: dict[int, CustomCalls] = field(default_factory=dict)
+    _custom: dict[int, CustomCalls] = field(default_factory=dict)  # by index of the answer
 
-    def _custom_calls(self, place: int) -> CustomCalls:
-        return self._custom.setdefault(place, CustomCalls(self.tools))
+    def _custom_calls(self, index: int) -> CustomCalls:
+        return self._custom.setdefault(index, CustomCalls(self.tools))
 
     def _deltas(self, chunk: OutputChunk) -> list[Delta]:
-        """Return the deltas that the reply shows; calls of custom tools have their inputs."""
-        deltas = self._custom_calls(chunk.place).read(chunk.deltas, at_end=chunk.finish_reason is not None)
+        """Return the deltas that the reply shows. Calls of custom tools have inputs in place of arguments."""
+        deltas = self._custom_calls(chunk.index).read(chunk.deltas, at_end=chunk.finish_reason is not None)
         return [delta for delta in deltas if not (self.one_call and delta.call is not None and delta.call.index)]
 
-    def _logprobs(self, chunk: OutputChunk, delta: Delta) -> list[str]:
-        """Write the entries of a content delta's tokens, if the request sets log-probabilities."""
+    def _logprob_entries(self, chunk: OutputChunk, delta: Delta) -> list[str]:
+        """Write the log-probabilities of a content delta's tokens, if the request sets logprobs."""
         if delta.kind != "content":
             return []
         return [self._entry(logprobs) for _, logprobs in chunk.logprobs_of(delta)]
 
     def _entry(self, entry: TokenLogprobs) -> str:
-        best = ", ".join(f"{self._written(token)}{number(value)}}}" for token, value in entry.best)
-        return f'{self._written(entry.token_id)}{number(entry.logprob)}, "top_logprobs": [{best}]}}'
+        best = ", ".join(f"{self._token_json(token)}{number(value)}}}" for token, value in entry.best)
+        return f'{self._token_json(entry.token_id)}{number(entry.logprob)}, "top_logprobs": [{best}]}}'
 
-    def _write(self, token_id: int) -> str:
-        """Write the entry of a token up to its log-probability."""
-        entry = {"token": self._token(token_id), "bytes": list(self._bytes(token_id))}
-        return f'{dumps(entry, ensure_ascii=False)[:-1]}, "logprob": '
+    def _write_token(self, token_id: int) -> str:
+        """Write a token's entry up to the value of its log-probability."""
+        data = b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+        return f'{{"token": {super()._write_token(token_id)}, "bytes": {[*data]}, "logprob": '
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The running requests of a body, and the formatter of their reply. Its starter also ends it."""
+    """The running requests of a body, and the formatter of their reply. `Service.finish` ends them."""
 
     stream: bool
     formatter: ResponseFormatter
     outputs: OutputCollector
 
-    async def whole(self) -> Mapping[str, Any]:
-        """Read the answers to their ends, and make the reply."""
+    async def reply(self) -> Mapping[str, Any]:
+        """Read the answers to their end, and make the reply."""
         async with contextlib.aclosing(self.outputs.chunks()) as chunks:
             async for chunk in chunks:
                 self.formatter.read(chunk)
-        return self.formatter.whole(self.outputs.results())
+        return self.formatter.reply(self.outputs.results())
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Write the events of a stream. An error in its midst becomes an event."""
+        """Write the events of a stream. An error becomes an event."""
         formatter, outputs = self.formatter, self.outputs
         try:
             async with contextlib.aclosing(outputs.chunks()) as chunks:
                 if begun := formatter.begin():
                     yield begun
                 async for chunk in chunks:
-                    if shown := formatter.read(chunk):
-                        used = usage(outputs.results()) if formatter.continuous_usage else None
-                        yield "".join(formatter.event(entry, used) for entry in shown)
+                    if entries := formatter.read(chunk):
+                        usage_so_far = usage(outputs.results()) if formatter.continuous_usage else None
+                        yield "".join(formatter.event(entry, usage_so_far) for entry in entries)
             yield formatter.end(outputs.results())
         except ApiError as error:
             yield formatter.failed(error)

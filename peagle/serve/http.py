@@ -1,4 +1,4 @@
-"""HTTP that all routes share: bodies, keys, hosts, streams and disconnects."""
+"""HTTP code that all routes share: bodies, keys, hosts, streams and disconnects."""
 
 import asyncio
 import collections
@@ -22,20 +22,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
-from peagle.serve.bodies import Body
+from peagle.serve.bodies import MOST_PROMPTS, MOST_TOOLS, Body
 from peagle.serve.errors import ApiError
 
 ANY_ORIGIN = "*"
 BODY_PATIENCE_S = 60.0
 STOPPED = "the server was stopped before this request was answered"
 UNREAD = "more than {} bytes of this stream waited for its client; read it faster, or ask for less"
-COMMENT = b": waiting\n\n"  # of a stream of events
-METHODS, OTHER = ("GET", "POST", "OPTIONS"), "other"
-MOST_PROMPTS = 64  # of each call
-MOST_TOOLS = 128  # the limit of OpenAI's API
-TOKENS_OF_A_MESSAGE = 4  # at least, in harmony: its start, role, channel or text, and end
-LISTS = {"messages": ("tool_calls", "content"), "input": ("content", "output")}  # fields of chats: lists in their items
-EXPECTED = {  # of fields of several types
+COMMENT = b": waiting\n\n"  # a comment of server-sent events, which clients skip
+METHODS, OTHER = ("GET", "POST", "OPTIONS"), "other"  # labels of the metric of replies
+TOKENS_OF_A_MESSAGE = 4  # the fewest, in harmony: start, role, channel or text, end
+# lists of messages or items -> the fields of an item that are lists, too
+INNER_LISTS = {"messages": ("tool_calls", "content"), "input": ("content", "output")}
+EXPECTED = {  # by field, for fields of several types
     "prompt": "expected a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "expected a text or a list of texts",
     "input": "expected a text or a list of items",
@@ -43,15 +42,15 @@ EXPECTED = {  # of fields of several types
     "content": "expected a text or a list of parts",  # of any message
     "output": "expected a text or a list of parts",
 }
-HINTS = {"item_reference": "nothing is stored here: send the item itself"}  # of types of objects
-Found = TypeVar("Found")
-Kind = TypeVar("Kind", bound=Body)
+HINTS = {"item_reference": "nothing is stored here: send the item itself"}  # by type of an object
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 async def read_body(request: Request, most: int) -> bytes:
     """Read a body of at most `most` bytes.
 
-    Raises ApiError for a larger body, before it is read, an encoded one, and one incomplete after BODY_PATIENCE_S.
+    Raises ApiError for a larger body, an encoded one, and one that is incomplete after BODY_PATIENCE_S.
     """
     encoding = request.headers.get("content-encoding", "")
     if encoding.lower() not in ("", "identity"):
@@ -78,10 +77,10 @@ async def _read_body(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
-    """Read the JSON of a request. Raises ApiError with the name of the wrong field.
+def parse(kind: type[BodyT], body: bytes, context: int | None = None) -> BodyT:
+    """Parse the JSON of a body. Raises ApiError with the name of the wrong field.
 
-    context: positions. More messages, calls and parts than it can hold are refused before their types are checked.
+    context: in positions. Refuses more messages, calls and parts than it can hold before it checks their types.
     """
     try:
         fields = pydantic_core.from_json(body)
@@ -91,23 +90,26 @@ def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
         raise ApiError(400, f"the body is {brief(fields)}; expected a JSON object")
     if context is not None:
         _check_count(fields, context)
-    return validated(kind, fields)
+    try:
+        return kind.model_validate(fields)
+    except pydantic.ValidationError as error:
+        raise _refusal(error) from None
 
 
 def _check_count(fields: dict[str, Any], context: int) -> None:
     """Raise ApiError for more ids, messages, calls and parts than the context can hold, and for too many tools.
 
-    Type checks of so many would block the one thread that encodes texts for seconds.
+    To check their types would block the one thread that encodes texts for seconds.
     """
     limits = {"prompt": max(context, MOST_PROMPTS), "tokens": context, "tools": MOST_TOOLS}
     for name, most in limits.items():
         items = fields.get(name)
-        for prompt in (items, *(items if isinstance(items, list) else ())):  # prompts may be lists in a list
+        for prompt in (items, *(items if isinstance(items, list) else ())):  # a prompt may be a list of lists
             if isinstance(prompt, list) and len(prompt) > most:
                 code = None if name == "tools" else "context_length_exceeded"
                 raise ApiError(400, f"{name} has {len(prompt)} items; expected at most {most}", name, code)
     most = max(1, context // TOKENS_OF_A_MESSAGE)
-    for name, lists in LISTS.items():
+    for name, lists in INNER_LISTS.items():
         items = fields.get(name)
         if not isinstance(items, list):
             continue
@@ -119,42 +121,32 @@ def _check_count(fields: dict[str, Any], context: int) -> None:
             raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
-def validated(kind: type[Kind], body: Any) -> Kind:
-    try:
-        return kind.model_validate(body)
-    except pydantic.ValidationError as error:
-        raise _refusal(error) from None
-
-
 def _refusal(error: pydantic.ValidationError) -> ApiError:
     """Make the error of the first wrong field."""
     first, *_ = error.errors(include_url=False)
-    # branches of a union are part of the place, but no field of the body
-    place = [str(part) for part in first["loc"] if isinstance(part, int) or "[" not in part]
-    place = [part for part in place if part != "str"]
-    name, value = ".".join(place) or "the body", first["input"]
-    if first["type"] == "union_tag_invalid":
-        if isinstance(value, dict) and value.get("type") is None:
+    # pydantic's location also has the branches of unions: "str", and the tags in brackets
+    path = [str(part) for part in first["loc"] if isinstance(part, int) or not (part == "str" or "[" in part)]
+    name, value, is_union = ".".join(path) or "the body", first["input"], first["type"] == "union_tag_invalid"
+    if is_union and isinstance(value, dict):
+        if value.get("type") is None:
             return ApiError.missing(f"{name}.type")
-        if isinstance(value, dict):
-            tags = re.sub(r"[\[\]]", "", first["ctx"]["expected_tags"])
-            expected = HINTS.get(str(value["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
-            message = f"{name}.type is {brief(value['type'])}; {expected}"
-            return ApiError(400, message, f"{name}.type", "unsupported_parameter")
+        tags = re.sub(r"[\[\]]", "", first["ctx"]["expected_tags"])
+        expected = HINTS.get(str(value["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
+        message = f"{name}.type is {brief(value['type'])}; {expected}"
+        return ApiError(400, message, f"{name}.type", "unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(
             400, f"{name} is not supported here (it is {brief(value)}); leave it out", name, "unsupported_parameter"
         )
     if first["type"] == "missing":
         return ApiError.missing(name)
-    is_union = first["type"] == "union_tag_invalid"
-    field = place[-1] if place and place[-1] in ("content", "output") else name
-    expected = "expected an object" if is_union else EXPECTED.get(field, _in_words(first["msg"]))
+    field = path[-1] if path and path[-1] in ("content", "output") else name
+    expected = "expected an object" if is_union else EXPECTED.get(field, _in_plain_words(first["msg"]))
     return ApiError(400, f"{name} is {brief(value)}; {expected}", name, "invalid_type")
 
 
-def _in_words(message: str) -> str:
-    """Rewrite pydantic's message in plain words."""
+def _in_plain_words(message: str) -> str:
+    """Rewrite a message of pydantic: it says "string" and "dictionary"."""
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message.removeprefix("Value error, "))
     return (
         message.replace("Input should be", "expected")
@@ -165,7 +157,7 @@ def _in_words(message: str) -> str:
 
 
 def check_key(request: Request, keys: Sequence[str]) -> None:
-    """Raise ApiError without one of the keys as a bearer token. Takes the same time for any token of one length."""
+    """Raise ApiError unless the bearer token is one of the keys. Its time depends on no character of the token."""
     if not keys:
         return
     kind, _, credentials = request.headers.get("authorization", "").partition(" ")
@@ -176,9 +168,9 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Raise ApiError for a request from another site's page, which a visitor's browser would send."""
+    """Raise ApiError for a request that a browser sends for a page of another site."""
     origin, host = request.headers.get("origin"), request.headers.get("host")
-    own = request.headers.get("sec-fetch-site") == "same-origin"  # behind a proxy that changes the host
+    own = request.headers.get("sec-fetch-site") == "same-origin"  # a proxy may have changed the host
     if origin is None or origin in allowed or ANY_ORIGIN in allowed:
         return
     if origin.partition("://")[2] != host and not own:
@@ -186,14 +178,14 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
 
 
 def check_host(request: Request, hosts: Sequence[str] | None) -> None:
-    """Raise ApiError for a request to a host that is neither loopback nor one of these; None: any may be.
+    """Raise ApiError for a request to a host that is neither loopback nor one of these; None: allow any host.
 
-    Against DNS rebinding: a site whose name leads to a visitor's own machine has pages of the server's own origin.
+    Prevents DNS rebinding: if a site's name resolves to the visitor's machine, its pages have the server's own origin.
     """
     if hosts is None:
         return
     host = request.headers.get("host", "")
-    with contextlib.suppress(ValueError):  # no address
+    with contextlib.suppress(ValueError):  # malformed: compare it as it is
         host = urllib.parse.urlsplit(f"//{host}").hostname or ""
     host = host.rstrip(".")
     if host in ("localhost", *hosts) or is_loopback(host):
@@ -210,7 +202,7 @@ def is_loopback(address: str) -> bool:
     return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Await the work; if the client leaves first, cancel it and raise ClientDisconnect."""
     task, listening = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
@@ -230,7 +222,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class JsonReply(Response):
-    """A JSON value, in which a number that is not finite is null."""
+    """A JSON value. A number that is not finite becomes null."""
 
     media_type = "application/json"
 
@@ -240,9 +232,10 @@ class JsonReply(Response):
 
 @dataclass(frozen=True)
 class Unsent:
-    """Limits of streams. most: bytes of a stream that may wait for its client. silence_s: until a comment is sent.
+    """The limits of streams, and metrics of bytes that wait for their clients.
 
-    size: bytes that wait in all streams. cut: streams that ended because more than `most` waited.
+    size: such bytes of all streams. cut: streams that ended because more than `most` bytes of them waited. silence_s:
+    seconds without an event before a comment is sent.
     """
 
     size: Gauge
@@ -252,25 +245,25 @@ class Unsent:
 
 
 class EventStream(Response):
-    """A stream of events that ends with its client, even while no event is sent.
+    """Server-sent events. Stops reading the generator as soon as the client disconnects.
 
-    Events are read at once and wait as bytes. If more waits than may, ApiError is raised in the generator, and its next
-    event is the stream's last.
+    The generator is read without waiting for the client; its events wait as bytes. If more than `unsent.most` bytes
+    wait, ApiError is raised in the generator, and its next event is the stream's last.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None], unsent: Unsent) -> None:
-        """close: called at the end, whether or not an event was read."""
+        """close: called at the end, even if no event was read."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close, self._unsent = events, close, unsent
-        self._waiting: collections.deque[bytes] = collections.deque()
-        self._size, self._ended, self._arrived = 0, False, asyncio.Event()
+        self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the end
+        self._size = 0  # bytes in it
 
     async def __call__(
         self,
-        scope: Scope,  # noqa: ARG002  all three are given
+        scope: Scope,  # noqa: ARG002  of ASGI
         receive: Receive,
         send: Send,
     ) -> None:
@@ -279,7 +272,7 @@ class EventStream(Response):
         except (ClientDisconnect, OSError, asyncio.CancelledError):  # cancelled: the server ends before its client
             return
         finally:
-            self._forget()
+            self._drop()
             self._close()
 
     async def _send(self, send: Send) -> None:
@@ -288,49 +281,44 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while (event := await self._next()) is not None:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-            await reading  # raises if the events failed: the stream is incomplete then
+            await reading  # raises if the generator failed, so that the client sees an incomplete stream
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _read(self) -> None:
-        """Read the events to their end, or until too much waits for the client."""
+        """Read events to their end, or until too many bytes wait for the client."""
         try:
             async with contextlib.aclosing(self._events) as events:
                 async for event in events:
                     self._put(event)
                     if self._size > self._unsent.most:
                         self._unsent.cut.inc()
-                        self._forget()
+                        self._drop()
                         self._put(await events.athrow(ApiError(408, UNREAD.format(self._unsent.most))))
                         return
         finally:
-            self._ended = True
-            self._arrived.set()
+            self._waiting.put_nowait(None)
 
     async def _next(self) -> bytes | None:
-        """Return the next event, or a comment after a silence, which keeps proxies and clients; None at the end."""
-        while not self._waiting:
-            if self._ended:
-                return None
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(self._unsent.silence_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return COMMENT
-        event = self._waiting.popleft()
-        self._count(-len(event))
+        """Return the next event, or a comment after a silence, since proxies close silent streams; None at the end."""
+        try:
+            async with asyncio.timeout(self._unsent.silence_s):
+                event = await self._waiting.get()
+        except TimeoutError:
+            return COMMENT
+        self._count(-len(event or b""))
         return event
 
     def _put(self, event: str) -> None:
-        self._waiting.append(event.encode("utf-8"))
-        self._count(len(self._waiting[-1]))
-        self._arrived.set()
+        data = event.encode("utf-8")
+        self._waiting.put_nowait(data)
+        self._count(len(data))
 
-    def _forget(self) -> None:
-        self._waiting.clear()
+    def _drop(self) -> None:
+        while not self._waiting.empty():
+            self._waiting.get_nowait()
         self._count(-self._size)
 
     def _count(self, size: int) -> None:
@@ -339,10 +327,10 @@ class EventStream(Response):
 
 
 class Transport:
-    """Normalise each request, and count its reply as vLLM does: by route, method and status.
+    """ASGI middleware: normalises requests, and counts replies by route, method and status, as vLLM does.
 
-    HEAD is GET; an absolute target, as of a proxy, is a path and a host. A request that the server's end cancels gets
-    an error, and no traceback is logged.
+    HEAD becomes GET. An absolute target, which proxies send, becomes a path and a host. A request that is cancelled by
+    the end of the server gets an error, and no traceback is logged.
     """
 
     def __init__(self, app: ASGIApp, replies: Counter) -> None:
@@ -354,7 +342,7 @@ class Transport:
             return
         scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         if not scope["path"].startswith("/"):
-            scope |= _parsed(scope["raw_path"].decode("latin-1"), scope["headers"])
+            scope |= _of_url(scope["raw_path"].decode("latin-1"), scope["headers"])
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -365,25 +353,25 @@ class Transport:
             await self._app(scope, receive, counting)
         except asyncio.CancelledError:
             error = ApiError(503, STOPPED)
-            with contextlib.suppress(RuntimeError):  # the reply had begun
+            with contextlib.suppress(RuntimeError):  # the reply has begun
                 await JsonReply(error.body(), error.status)(scope, receive, counting)
-        except Exception:  # a handler outside of this one replies
+        except Exception:  # starlette replies, outside of this middleware
             self._count(scope, 500)
             raise
 
     def _count(self, scope: Scope, status: int) -> None:
-        method = scope["method"] if scope["method"] in METHODS else OTHER  # clients may make up any
+        method = scope["method"] if scope["method"] in METHODS else OTHER  # a client may send any word
         self._replies.labels(getattr(scope.get("route"), "path", OTHER), method, str(status)).inc()
 
 
-def _parsed(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Return path and headers of a request for a URL, whose host takes the header's place (RFC 9112, 3.2.2)."""
+def _of_url(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """Return path and headers of a request whose target is a URL: its host replaces the header's (RFC 9112, 3.2.2)."""
     try:
         url = urllib.parse.urlsplit(target)
     except ValueError:
         return {}
     if url.scheme not in ("http", "https"):
-        return {}  # there is no such route
+        return {}  # the router replies 404
     path, host = url.path or "/", url.netloc.rpartition("@")[2].encode("latin-1")
     others = [(name, value) for name, value in headers if name != b"host"]
     return {
@@ -394,14 +382,14 @@ def _parsed(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, An
 
 
 class Refusals:
-    """A log of requests refused for lack of room: a line at once, then at most one every pause_s."""
+    """Log counts of requests that are refused under load: a line at once, then at most one every pause_s."""
 
     def __init__(self, log: logging.Logger | None, pause_s: float = 5.0) -> None:
         self._log, self._pause_s, self._pausing = log, pause_s, False
         self._counts: collections.Counter[int] = collections.Counter()
 
     def add(self, status: int) -> None:
-        """Count a refusal. Call it in the server's event loop."""
+        """Count a refusal. Call this in the server's event loop."""
         self._counts[status] += 1
         if not self._pausing:
             self._write()

@@ -1,7 +1,7 @@
-"""The engine in a thread of its own, and calls to it from event loops.
+"""Run the engine in a thread of its own, for the HTTP requests of an event loop.
 
-Only the thread drives the engine: it adds waiting requests, runs a step, and hands over the chunks with one wake-up of
-the event loop per step. Event loops never wait for a step.
+Only this thread drives the engine. In turn it adds new requests, runs a step, and delivers the chunks with one wake-up
+of the event loop per step. The event loop never waits for a step.
 """
 
 import asyncio
@@ -21,97 +21,99 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.serve.errors import ApiError
 
-STALLED_S = 120.0  # without a step while requests wait; longer than any compilation seen
-RETRY_AFTER_S = 1
-LOADING_RETRY_S = 5  # while models are loaded, which takes minutes
+STALLED_S = 120.0  # time without a step, while requests are open, after which the engine is stalled
+RETRY_AFTER_S = 1  # if the queue is full
+LOADING_RETRY_S = 5  # if models are loading, which takes minutes
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 Status = Literal["ok", "loading", "failed", "stalled", "draining"]
 
 
 @dataclass(eq=False)
 class _Job:
-    """A request of a call. `handle` is None until the thread has added it to the engine."""
+    """A request of a call. index: in the call. handle: None until the thread has added the request to the engine."""
 
-    call: "Call"
-    place: int
+    call: "EngineCall"
+    index: int
     request: Request
     hand_off: HandOff | None = None
     handle: Handle | None = None
     aborted: bool = False
 
 
-Chunks = asyncio.Queue[tuple[int, TokenChunk | ApiError]]  # with the numbers of their requests
+ChunkQueue = asyncio.Queue[tuple[int, TokenChunk | ApiError]]  # (index of the request in its call, chunk)
 
 
 async def read_chunks(
-    queue: Chunks, count: int, aborted: Callable[[int], bool]
+    queue: ChunkQueue, count: int, aborted: Callable[[int], bool]
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """Yield the chunks of requests 0..count - 1 as they arrive, until each has ended or was aborted.
+    """Yield (index, chunk) of requests 0..count - 1 as chunks arrive, until each has ended or was aborted.
 
     Raises an ApiError that arrives.
     """
     left = set(range(count))
-    while left := {place for place in left if not aborted(place)}:
-        place, chunk = await queue.get()
+    while left := {index for index in left if not aborted(index)}:
+        index, chunk = await queue.get()
         if isinstance(chunk, ApiError):
             raise chunk
-        if place in left:
+        if index in left:
             if chunk.finish_reason is not None:
-                left.discard(place)
-            yield place, chunk
+                left.discard(index)
+            yield index, chunk
 
 
 def check_room(count: int, num_open: int, most: int) -> None:
-    """Raise ApiError if `count` more requests than the open ones are more than `most`."""
+    """Raise ApiError if there is no room for `count` more requests: at most `most` may be open."""
     if count > most:
-        raise ApiError(400, f"{count} answers are asked for at once; expected at most {most}: ask for fewer", "n")
+        raise ApiError(400, f"{count} answers are requested at once; expected at most {most}", "n")
     if num_open + count > most:
         message = f"{num_open} requests are running or waiting, and at most {most} may; try again later"
         raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
 
 
 @dataclass(eq=False)
-class Call:
-    """The requests of one HTTP request, and their chunks. Read it in the event loop that made it."""
+class EngineCall:
+    """The engine's requests of one HTTP request. Use it in the event loop that submitted them."""
 
     engine: AnyEngine
     loop: asyncio.AbstractEventLoop
     jobs: list[_Job] = field(default_factory=list)
-    queue: Chunks = field(default_factory=asyncio.Queue)
+    queue: ChunkQueue = field(default_factory=asyncio.Queue)
 
     def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """Yield (number of the request, chunk) as chunks arrive, until each request has ended or was aborted.
+        """Yield (index of the request, chunk) as chunks arrive, until each request has ended or was aborted.
 
         Raises ApiError if the engine fails, or a model's outputs are not finite.
         """
-        return read_chunks(self.queue, len(self.jobs), lambda place: self.jobs[place].aborted)
+        return read_chunks(self.queue, len(self.jobs), lambda index: self.jobs[index].aborted)
 
-    def abort(self, place: int) -> None:
+    def abort(self, index: int) -> None:
         """End a request before the next dispatch. Does nothing if it has ended. Never waits."""
-        job = self.jobs[place]
-        job.aborted = True  # before the handle is read: the thread does the two in the other order
+        job = self.jobs[index]
+        # set this, then read the handle: `_add_new` does it in the other order, so that one of the two aborts
+        job.aborted = True
         if job.handle is not None:
             self.engine.abort(job.handle)
 
     def close(self) -> None:
-        for place in range(len(self.jobs)):
-            self.abort(place)
+        """Abort all requests."""
+        for index in range(len(self.jobs)):
+            self.abort(index)
 
 
 @runtime_checkable
-class Submitted(Protocol):
-    """See `Call`."""
+class Call(Protocol):
+    """The requests that a `Loop` runs for one HTTP request (see `EngineCall`)."""
 
     def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]: ...
 
-    def abort(self, place: int) -> None: ...
+    def abort(self, index: int) -> None: ...
     def close(self) -> None: ...
 
 
 @runtime_checkable
-class Checks(Protocol):
-    """The part of an engine that builders of requests use."""
+class EngineInfo(Protocol):
+    """The part of an engine that HTTP code uses. It is known even if the engine is in another process."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
@@ -122,12 +124,12 @@ class Checks(Protocol):
 
 @runtime_checkable
 class Loop(Protocol):
-    """Runs the requests of a service: `EngineLoop`, or engines elsewhere (peagle.cluster.fleet)."""
+    """Runs the requests of a service: an `EngineLoop`, or a peagle.cluster.fleet.Fleet of other processes."""
 
     failure: str | None
 
     @property
-    def engine(self) -> Checks: ...
+    def engine(self) -> EngineInfo: ...
     @property
     def num_running(self) -> int: ...
     @property
@@ -135,12 +137,12 @@ class Loop(Protocol):
     @property
     def status(self) -> Status: ...
     async def expect_ready(self) -> None: ...
-    def submit(self, requests: Sequence[Request]) -> Submitted: ...
-    async def run(self, function: Callable[[], Found]) -> Found: ...
+    def submit(self, requests: Sequence[Request]) -> Call: ...
+    async def run(self, function: Callable[[], T]) -> T: ...
 
 
 class EngineLoop:
-    """One engine, its thread, and a queue of at most max_queue requests beyond those in slots."""
+    """An engine and its thread. At most `slots` + max_queue requests may be open."""
 
     def __init__(self, engine: AnyEngine, max_queue: int) -> None:
         self.engine, self.max_queue = engine, max_queue
@@ -149,58 +151,53 @@ class EngineLoop:
         self._lock = threading.Condition()
         self._new: collections.deque[_Job] = collections.deque()
         self._tasks: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
-        self._running: dict[Handle, _Job] = {}  # the thread's own
-        self._open = 0  # jobs and tasks that have not ended
+        self._running: dict[Handle, _Job] = {}  # of the thread only
+        self.num_open = 0  # jobs and tasks that have not ended
         self._closing = False
         self._last_step_s = time.monotonic()
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
         self._thread.start()
 
     @property
-    def num_open(self) -> int:
-        return self._open
-
-    @property
     def num_running(self) -> int:
-        return min(self._open, self.engine.config.slots)
+        return min(self.num_open, self.engine.config.slots)
 
     @property
     def num_waiting(self) -> int:
-        return self._open - self.num_running
+        return self.num_open - self.num_running
 
     @property
     def status(self) -> Status:
-        """The thread's state; "stalled": requests wait, and no step ended for STALLED_S."""
+        """The state of the thread. "stalled": requests are open, and no step has ended for STALLED_S."""
         if self.failure is not None:
             return "failed"
-        if self._open and time.monotonic() - self._last_step_s > STALLED_S:
+        if self.num_open and time.monotonic() - self._last_step_s > STALLED_S:
             return "stalled"
         return "draining" if self.draining else "ok"
 
     async def expect_ready(self) -> None:
-        """Do nothing: the engine was loaded and warmed up before."""
+        """Do nothing: the engine is loaded and warmed up."""
 
-    def submit(self, requests: Sequence[Request], hand_offs: Sequence[HandOff | None] = ()) -> Call:
-        """Queue all requests, or none. Call it in the event loop that reads the chunks.
+    def submit(self, requests: Sequence[Request], hand_offs: Sequence[HandOff | None] = ()) -> EngineCall:
+        """Queue all requests, or none. Call this in the event loop that reads the chunks.
 
-        hand_offs: of prefilled requests. Raises ApiError if the queue is full or the engine has failed, InputError for
-        a request that cannot run.
+        hand_offs: of requests that another engine has prefilled. Raises ApiError if the queue is full or the engine has
+        failed, and InputError for a request that cannot run.
         """
-        begun = hand_offs or [None] * len(requests)
-        for request, hand_off in zip(requests, begun, strict=True):
+        call = EngineCall(self.engine, asyncio.get_running_loop())
+        pairs = zip(requests, hand_offs or [None] * len(requests), strict=True)
+        for index, (request, hand_off) in enumerate(pairs):
             self.engine.check(request, hand_off)
-        call = Call(self.engine, asyncio.get_running_loop())
-        pairs = enumerate(zip(requests, begun, strict=True))
-        call.jobs = [_Job(call, place, request, hand_off) for place, (request, hand_off) in pairs]
+            call.jobs.append(_Job(call, index, request, hand_off))
         with self._lock:
             self._enter(len(requests))
             self._new.extend(call.jobs)
             self._lock.notify()
         return call
 
-    async def run(self, function: Callable[[], Found]) -> Found:
-        """Call a function in the engine's thread, between two steps. Raises like the function and `submit`."""
-        future: concurrent.futures.Future[Found] = concurrent.futures.Future()
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function in the engine's thread, between two steps. Raises as the function and `submit` do."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._lock:
             self._enter(1)
             self._tasks.append((function, future))
@@ -208,18 +205,18 @@ class EngineLoop:
         return await asyncio.wrap_future(future)
 
     def _enter(self, count: int) -> None:
-        """Count requests. Raises ApiError if there is no room for all of them."""
+        """Count `count` more open requests. Raises ApiError if it cannot take them all. The caller holds the lock."""
         if self.failure is not None:
-            raise self._failed()
+            raise self._engine_failed()
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
-        check_room(count, self._open, self.engine.config.slots + self.max_queue)
-        if not self._open:
+        check_room(count, self.num_open, self.engine.config.slots + self.max_queue)
+        if not self.num_open:
             self._last_step_s = time.monotonic()
-        self._open += count
+        self.num_open += count
 
     def stop(self, message: str) -> None:
-        """Refuse further requests, and end the open ones with this error."""
+        """Refuse further requests, and end the open ones with this message."""
         with self._lock:
             self.draining = True
             jobs = [*self._new, *self._running.values()]
@@ -242,23 +239,23 @@ class EngineLoop:
                 self._add_new()
                 self._run_task()
                 self._step()
-                self._hand_over()
+                self._deliver()
                 self._last_step_s = time.monotonic()
-        except BaseException as error:  # no request may wait for a thread that is gone
+        except BaseException as error:  # the thread ends: no request may wait for it
             self._fail(" ".join(str(error).split()) or type(error).__name__)
 
     def _step(self) -> None:
-        """Run a step. Apart from `_drive`, whose idle frame would keep a request alive; a hand-off is large."""
+        """Run a step. Locals of `_drive` would keep the last handle, with its large hand-off, alive while idle."""
         for handle, chunk in self.engine.step():
             handle.inbox.append(chunk)
 
     def _wait(self) -> bool:
-        """Wait for a request; return False at the thread's end."""
-        if not self._open:
+        """Wait for a request or a task; return False if the thread is to end."""
+        if not self.num_open:
             self.engine.settle()
         with self._lock:
-            self._lock.wait_for(lambda: self._open or self._closing)
-            return not (self._closing and not self._open)
+            self._lock.wait_for(lambda: self.num_open or self._closing)
+            return not (self._closing and not self.num_open)
 
     def _add_new(self) -> None:
         while self._new:
@@ -269,12 +266,12 @@ class EngineLoop:
                     job.hand_off = None
                     self._running[job.handle] = job
                 self._new.popleft()
-                self._open -= job.handle is None
+                self.num_open -= job.handle is None
             if job.aborted and job.handle is not None:
                 self.engine.abort(job.handle)
 
     def _run_task(self) -> None:
-        """Run one task, so that tasks and steps alternate."""
+        """Run one task only, so that tasks and steps alternate."""
         if not self._tasks:
             return
         function, future = self._tasks.popleft()
@@ -284,9 +281,10 @@ class EngineLoop:
             except Exception as error:
                 future.set_exception(error)
         with self._lock:
-            self._open -= 1
+            self.num_open -= 1
 
-    def _hand_over(self) -> None:
+    def _deliver(self) -> None:
+        """Send the chunks of a step to their event loops, and forget requests that have ended."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, TokenChunk | ApiError]]] = {}
         ended = []
         for handle, job in self._running.items():
@@ -302,7 +300,7 @@ class EngineLoop:
         with self._lock:
             for handle in ended:
                 del self._running[handle]
-            self._open -= len(ended)
+            self.num_open -= len(ended)
         for loop, items in by_loop.items():
             if items:
                 self._send(loop, items)
@@ -310,11 +308,11 @@ class EngineLoop:
     def _send(self, loop: asyncio.AbstractEventLoop, items: list[tuple[_Job, TokenChunk | ApiError]]) -> None:
         def put() -> None:
             for job, item in items:
-                job.call.queue.put_nowait((job.place, item))
+                job.call.queue.put_nowait((job.index, item))
 
         try:
             loop.call_soon_threadsafe(put)
-        except RuntimeError:  # the event loop is closed, so nobody reads these
+        except RuntimeError:  # the event loop is closed: nobody reads the chunks
             for job, _ in items:
                 job.call.close()
 
@@ -326,12 +324,12 @@ class EngineLoop:
             self._running.clear()
             tasks = [*self._tasks]
             self._tasks.clear()
-            self._open = 0
+            self.num_open = 0
         for job in jobs:
-            self._send(job.call.loop, [(job, self._failed())])
+            self._send(job.call.loop, [(job, self._engine_failed())])
         for _, future in tasks:
             if future.set_running_or_notify_cancel():
-                future.set_exception(self._failed())
+                future.set_exception(self._engine_failed())
 
-    def _failed(self) -> ApiError:
+    def _engine_failed(self) -> ApiError:
         return ApiError(503, f"{self.failure}; the server must be started again")

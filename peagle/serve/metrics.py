@@ -1,6 +1,7 @@
 """Prometheus metrics under vLLM's names, so that its boards and benchmark clients read them."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -16,46 +17,45 @@ LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 48
 
 
 class _Preemptions(Collector):
-    """The engine's own count of preemptions."""
+    """Reads the engine's count of preemptions."""
 
     def __init__(self, engine: AnyEngine, model: str) -> None:
         self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
-        text = "Requests whose pages were given to an earlier one; they are computed again."
+        text = "Requests that lost their pages to an earlier one; they are computed again."
         counter = CounterMetricFamily("vllm:num_preemptions", text, labels=["model_name"])
         counter.add_metric([self._model], self._engine.num_preemptions)
         yield counter
 
 
 class Metrics:
-    """Counts since the server's start, labelled with the model's name if vLLM's are.
+    """Counts since the start of the server. Metrics of vLLM have its label model_name.
 
     replies, unsent, cut, unread: updated by the HTTP code.
     """
 
     def __init__(self, loop: Loop, model: str) -> None:
         self._registry, self._model = CollectorRegistry(), model
-        for name, text, read in (
-            ("num_requests_running", "Requests in slots or in prefill.", lambda: loop.num_running),
-            ("num_requests_waiting", "Requests that wait for a slot.", lambda: loop.num_waiting),
-        ):
-            self._gauge(name, text).set_function(read)
-        text = "1: requests are answered; 0: they are not, and /health says why."
+        running = self._add(Gauge, "num_requests_running", "Requests in slots or in prefill.")
+        running.set_function(lambda: loop.num_running)
+        waiting = self._add(Gauge, "num_requests_waiting", "Requests that wait for a slot.")
+        waiting.set_function(lambda: loop.num_waiting)
+        text = "1: the server answers requests; 0: it does not, and /health says why."
         ready = Gauge("peagle:ready", text, registry=self._registry)
         ready.set_function(lambda: loop.status == "ok")
-        if isinstance(loop.engine, AnyEngine):  # else engines are elsewhere
+        if isinstance(loop.engine, AnyEngine):  # not of a fleet
             engine = loop.engine
             text = "Share of the pages of keys and values that requests hold; 1: all."
-            self._gauge("kv_cache_usage_perc", text).set_function(lambda: engine.page_use.held_frac)
+            self._add(Gauge, "kv_cache_usage_perc", text).set_function(lambda: engine.page_use.held_frac)
             self._registry.register(_Preemptions(engine, model))
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._generation = self._counter("generation_tokens", "Tokens of answers.")
-        self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
-        self._cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
-        self._drafts = self._counter("spec_decode_num_drafts", "Steps that drafted.")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._prompt = self._add(Counter, "prompt_tokens", "Tokens of prompts.")
+        self._generation = self._add(Counter, "generation_tokens", "Tokens of answers.")
+        self._cache_queries = self._add(Counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._cache_hits = self._add(Counter, "prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._drafts = self._add(Counter, "spec_decode_num_drafts", "Steps that drafted.")
+        self._draft_tokens = self._add(Counter, "spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
+        self._accepted = self._add(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._success = Counter(
             "vllm:request_success", "Ended requests.", ["model_name", "finished_reason"], registry=self._registry
         )
@@ -69,15 +69,14 @@ class Metrics:
         self.replies = Counter("http_requests", "Replies, as vLLM counts them.", labels, registry=self._registry)
         self.unsent = Gauge("peagle:unsent_bytes", "Bytes of streams that wait to be sent.", registry=self._registry)
         self.cut = Counter("peagle:cut_streams", "Streams whose clients read too slowly.", registry=self._registry)
-        self.unread = Counter(
-            "peagle:unread_connections", "Connections whose clients read nothing.", registry=self._registry
-        )
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SHORT_S)
-        self._itl = self._histogram("inter_token_latency_seconds", "Between arrivals of tokens.", SHORT_S)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", LONG_S)
+        text = "Connections whose clients read nothing."
+        self.unread = Counter("peagle:unread_connections", text, registry=self._registry)
+        self._ttft = self._add(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=SHORT_S)
+        self._itl = self._add(Histogram, "inter_token_latency_seconds", "Between arrivals of tokens.", buckets=SHORT_S)
+        self._e2e = self._add(Histogram, "e2e_request_latency_seconds", "Arrival to last token.", buckets=LONG_S)
 
     def observe(self, results: Sequence[Result]) -> None:
-        """Add the results of one call, after its answers ended or the client left."""
+        """Count the results of one HTTP request, after its answers have ended or its client has left."""
         for result in results:
             reason = result.finish_reason or "abort"
             self._success.labels(self._model, reason).inc()
@@ -101,12 +100,6 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._model)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._model)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
-        return histogram.labels(self._model)
+    def _add(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        """Add a metric of this kind with vLLM's name and label."""
+        return kind(f"vllm:{name}", text, ["model_name"], registry=self._registry, **options).labels(self._model)

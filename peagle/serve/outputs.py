@@ -1,4 +1,4 @@
-"""Collect the answers of one HTTP request: the engine's chunks become text, counts and figures."""
+"""Collect the answers of one HTTP request: text and counts from the engine's chunks."""
 
 import collections
 import contextlib
@@ -9,9 +9,9 @@ from typing import Any
 
 from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogprobs
 from peagle.measure.metrics import speculative_decoding_block, total
-from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
+from peagle.result import Assembler, Counters, Result, origins
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import Loop, Submitted
+from peagle.serve.loop import Call, Loop
 from peagle.serve.replies import Figures, TokenOrigin, Usage
 from peagle.text.channels import CALL, ChannelParser, Delta
 from peagle.text.places import TokenPlace
@@ -20,30 +20,25 @@ from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """One answer's tokens of a dispatch, and the text that they complete.
+    """Tokens of one answer that a dispatch emitted, and the text that they complete."""
 
-    deltas: the text; without parsed channels, one delta of content. logprobs: of the deltas' tokens, by their numbers,
-    if the request sets them. finish_reason: of the answer's last chunk. cut: the request's own stop string or stop
-    token ended the answer.
-    """
-
-    place: int
+    index: int  # of the answer in the reply
     token_ids: tuple[int, ...]  # without the stop token
-    deltas: tuple[Delta, ...]
-    logprobs: Mapping[int, TokenLogprobs]
-    finish_reason: FinishReason | None
+    deltas: tuple[Delta, ...]  # the text; if channels are not parsed, at most one delta of content
+    logprobs: Mapping[int, TokenLogprobs]  # by number of the token; of the deltas' tokens, if the request sets logprobs
+    finish_reason: FinishReason | None  # set in the last chunk
     origins: tuple[str, ...]  # of each token (peagle.result.origins)
-    cut: bool = False
+    cut: bool = False  # a stop string or stop token of the request ended the answer
 
     def logprobs_of(self, delta: Delta) -> list[tuple[TokenPlace, TokenLogprobs]]:
         return [(token, self.logprobs[token.number]) for token in delta.tokens if token.number in self.logprobs]
 
 
 class OutputCollector:
-    """Run requests, and read their answers. Raises like EngineLoop.submit, before anything is sent.
+    """Submit requests to the engine and read their answers. Raises as `Loop.submit` does.
 
     channels: parse the answers' channels; stop strings then apply to content messages. constraint: the field that
-    constrains the answers, for errors of their grammar. decode: False for answers without tokens, which end at once.
+    constrains the answers, for errors of their grammar. decode: False if the answers have no tokens.
     """
 
     def __init__(
@@ -55,32 +50,25 @@ class OutputCollector:
         constraint: str | None = None,
         decode: bool = True,
     ) -> None:
-        for request in requests:
-            refuse_stop_strings_without(tokenizer, request.stop)
-        self.requests, self.started_s = tuple(requests), time.perf_counter()
-        self._tokenizer, self._ends = tokenizer, loop.engine.stop_token_ids
-        self._channels = channels and tokenizer is not None
-        k = loop.engine.config.num_speculative_tokens
+        self._tokenizer, self._stop_token_ids = tokenizer, loop.engine.stop_token_ids
+        self._channels, self._constraint = channels and tokenizer is not None, constraint
+        k, started_s = loop.engine.config.num_speculative_tokens, time.perf_counter()
         self._assemblers = []
         for request in requests:
             parser = None
-            if self._channels:
-                assert tokenizer is not None
+            if channels and tokenizer is not None:
                 parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop)
-            self._assemblers.append(
-                Assembler(request, request.drafts(k), tokenizer, self.started_s, by_token=False, parser=parser)
-            )
-        self._constraint = constraint
-        self._call: Submitted = loop.submit(requests) if decode else Undecoded(loop, requests)
+            self._assemblers.append(Assembler(request, request.drafts(k), tokenizer, started_s, parser=parser))
+        self._call: Call = loop.submit(requests) if decode else EchoCall(loop, requests)
 
     async def chunks(self) -> AsyncGenerator[OutputChunk, None]:
-        """Yield chunks until all answers have ended; end the requests if the reader leaves."""
+        """Yield chunks until all answers have ended. Aborts the requests if the reader stops early."""
         try:
             async with contextlib.aclosing(self._call.chunks()) as chunks:
-                async for place, chunk in chunks:
-                    yield self._read(place, chunk)
+                async for index, chunk in chunks:
+                    yield self._read(index, chunk)
         except ApiError as error:
-            if error.status == 400 and error.param is None:  # while decoding, only a grammar's error is of input
+            if error.status == 400 and error.param is None:  # while decoding, only a grammar can be bad input
                 error.param = self._constraint
             raise
         finally:
@@ -92,40 +80,41 @@ class OutputCollector:
     def results(self) -> list[Result]:
         return [assembler.result() for assembler in self._assemblers]
 
-    def _read(self, place: int, chunk: TokenChunk) -> OutputChunk:
-        assembler = self._assemblers[place]
+    def _read(self, index: int, chunk: TokenChunk) -> OutputChunk:
+        assembler = self._assemblers[index]
         piece = assembler.add(chunk)
-        if assembler.finish_reason != chunk.finish_reason:  # after a stop string
-            self._call.abort(place)
+        if assembler.finish_reason != chunk.finish_reason:  # a stop string ended the answer
+            self._call.abort(index)
         count = len(piece.token_ids)
         if chunk.finish_reason == "stop" and count and count == len(chunk.token_ids):
-            count -= 1
+            count -= 1  # the stop token
         deltas = piece.deltas
         if not self._channels and (piece.text or piece.shown):
             deltas = (Delta("content", piece.text, 0, tokens=piece.shown),)
         numbers = [token.number for delta in deltas for token in delta.tokens] if assembler.logprobs else []
         return OutputChunk(
-            place,
+            index,
             piece.token_ids[:count],
             deltas,
             {number: assembler.logprobs[number] for number in numbers},
             assembler.finish_reason,
             origins(chunk)[:count],
-            assembler.cut or self._at_own_stop(place, chunk),
+            assembler.cut or self._at_stop_of_request(assembler.request, chunk),
         )
 
-    def _at_own_stop(self, place: int, chunk: TokenChunk) -> bool:
-        """Return whether the answer ended at a stop token that only the request names; a call's end is the model's."""
+    def _at_stop_of_request(self, request: Request, chunk: TokenChunk) -> bool:
+        """Return whether the answer ended at a stop token of the request that is not the model's own."""
         if chunk.finish_reason != "stop" or not chunk.token_ids:
             return False
         last = chunk.token_ids[-1]
-        if last in self._ends or last not in (self.requests[place].stop_token_ids or ()):
+        if last in self._stop_token_ids or last not in (request.stop_token_ids or ()):
             return False
+        # `RequestBuilder` adds the end of a call to stop_token_ids, but it is the model that ends its answer there
         return self._tokenizer is None or self._tokenizer.special_tokens.get(last) != CALL
 
 
-class Undecoded:
-    """A `Submitted` whose answers have no tokens."""
+class EchoCall:
+    """A `Call` whose answers have no tokens, since they only echo the prompts."""
 
     def __init__(self, loop: Loop, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -133,17 +122,17 @@ class Undecoded:
         self._requests = requests
 
     async def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        for place, request in enumerate(self._requests):
-            yield place, TokenChunk(request, (), time.perf_counter(), finish_reason="length")
+        for index, request in enumerate(self._requests):
+            yield index, TokenChunk(request, (), time.perf_counter(), finish_reason="length")
 
-    def abort(self, place: int) -> None: ...
+    def abort(self, index: int) -> None: ...
     def close(self) -> None: ...
 
 
 class TokenTexts:
-    """The text, kind and origin of each token of an answer.
+    """The text, kind and origin of each token of an answer, for the page.
 
-    A character of several tokens belongs to the last of them. A token outside of messages, such as a control token,
+    A character of several tokens is the text of the last of them. A token outside of messages, such as a control token,
     has no text.
     """
 
@@ -151,10 +140,10 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._detokenizer, self._message = Detokenizer(tokenizer), 0
         self._waiting: collections.deque[tuple[int, str]] = collections.deque()  # (token, origin)
-        self._first = 0  # the number of the first that waits
+        self._first = 0  # number of the first waiting token in the answer
 
     def of(self, chunk: OutputChunk) -> list[TokenOrigin]:
-        """Return the tokens up to the chunk's last one with text; at the answer's end, all."""
+        """Return the waiting tokens up to the last one that has text; all of them at the answer's end."""
         self._waiting.extend(zip(chunk.token_ids, chunk.origins, strict=True))
         tokens: list[TokenOrigin] = []
         for delta in chunk.deltas:
@@ -172,17 +161,15 @@ class TokenTexts:
         return self._waiting.popleft()
 
     def _hidden(self, end: int) -> list[TokenOrigin]:
-        """Return the waiting tokens below this number, without their texts."""
+        """Return the waiting tokens before this number, without text."""
         return [{"text": "", "kind": "hidden", "origin": self._next()[1]} for _ in range(self._first, end)]
 
 
 def usage(results: Sequence[Result]) -> Usage:
-    """Count tokens; a prompt with n answers counts once."""
+    """Count tokens. A prompt with n answers counts once."""
     prompts = [result for result in results if result.request.index == 0]
-    prompt, completion = (
-        sum(len(result.request.prompt_ids) for result in prompts),
-        sum(len(result.output_ids) for result in results),
-    )
+    prompt = sum(len(result.request.prompt_ids) for result in prompts)
+    completion = sum(len(result.output_ids) for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -197,10 +184,10 @@ def pooled(results: Sequence[Result]) -> Counters:
 
 
 def figures(results: Sequence[Result]) -> dict[str, Figures]:
-    """Return a reply's field with the figures of its steps, under vLLM's names; no field in plain decoding."""
+    """Return the reply's field `metrics`, with counts of its steps under vLLM's names; no field in plain decoding."""
     counters = pooled(results)
     if not counters.num_spec_tokens:
         return {}
     block: Any = speculative_decoding_block(counters)
-    del block["num_plain_steps"]  # no name of vLLM's
+    del block["num_plain_steps"]  # vLLM has none
     return {"metrics": {"speculative_decoding": block}}

@@ -1,4 +1,4 @@
-"""The page at /: a chat whose tokens are coloured by their origin. It loads nothing from elsewhere."""
+"""The page at /: a chat that colours each token by its origin. It loads nothing from other servers."""
 
 import base64
 import hashlib

@@ -1,6 +1,6 @@
-"""The replies and the events of streams, as typed dictionaries; `/openapi.json` is written from them.
+"""The types of replies and of events. `/openapi.json` is made from them.
 
-mypy checks the code that writes them, at no cost per token.
+They are typed dictionaries, so that mypy checks the code that makes them, at no cost per token.
 """
 
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 import pydantic
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import core_schema
-from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic takes the one of typing only on Python 3.12 or newer
 
 from peagle.ops.strict_json import Written
 
@@ -18,7 +18,7 @@ class Reply(TypedDict):
     """A reply, an event, or a part of one."""
 
 
-Number: TypeAlias = float | None  # a number that is not finite is null
+Number: TypeAlias = float | None  # null: not finite
 JsonText: TypeAlias = SkipJsonSchema[
     Annotated[Written, pydantic.GetPydanticSchema(lambda *_: core_schema.is_instance_schema(Written))]
 ]  # a list that is JSON text already
@@ -53,7 +53,7 @@ class Usage(Reply):
 
 
 class Speculation(Reply):
-    """The figures of a reply's steps, under vLLM's names."""
+    """Counts of a reply's steps, under vLLM's names."""
 
     mean_acceptance_length: Number
     draft_acceptance_rate: Number
@@ -71,7 +71,7 @@ class Figures(Reply):
 
 
 class Head(Reply):
-    """What the replies and events of completions have."""
+    """The common fields of replies and events of chats and completions."""
 
     id: str
     created: int
@@ -304,7 +304,7 @@ class Health(Reply):
     requests_running: int
     requests_waiting: int
     error: str | None
-    kv_cache_tokens: NotRequired[int | None]  # absent: the engines are elsewhere
+    kv_cache_tokens: NotRequired[int | None]  # not of a fleet
     kv_cache_usage: NotRequired[float | None]
 
 
@@ -374,10 +374,10 @@ class CompletionChunk(Head):
 
 
 class ResponseEvent(Reply):
-    """An event of a response's stream. Its type decides which fields it has."""
+    """An event of a response's stream. Which fields it has depends on its type."""
 
     type: str
-    sequence_number: NotRequired[int]  # set as it is sent
+    sequence_number: NotRequired[int]  # set when it is sent
     response: NotRequired[dict[str, Any]]
     item_id: NotRequired[str]
     output_index: NotRequired[int]

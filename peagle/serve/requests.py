@@ -1,10 +1,10 @@
-"""Build the engine's requests from a body. Call it in one thread: the tokenizer's settings are shared."""
+"""Make the engine's requests of a body. Call the methods in one thread: tokenizers are not thread-safe."""
 
 import dataclasses
 import functools
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from peagle.ops.settings import brief
 from peagle.pair import Pair
 from peagle.serve.bodies import (
     MOST_CHOICES,
+    MOST_PROMPTS,
     ChatBody,
     ChatMessage,
     CompletionBody,
@@ -27,26 +28,26 @@ from peagle.serve.bodies import (
     TokenizeBody,
 )
 from peagle.serve.errors import ApiError
-from peagle.serve.http import MOST_PROMPTS
-from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
-from peagle.serve.names import CHAT, Names
-from peagle.serve.structured import constraint, grammar_of, unusable
-from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
+from peagle.serve.instructions import INSTRUCTION_ROLES, as_instructions, instructions_first
+from peagle.serve.names import CHAT_FIELDS, FieldNames
+from peagle.serve.structured import constraint_field, grammar_error, grammar_of
+from peagle.serve.tools import begin_call, call_grammars, parameters_of, template_messages, template_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import check_encodable
 from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize
 
-# efforts unknown to GPT-OSS, and the nearest known ones
+# efforts that GPT-OSS does not know -> the nearest one
 EFFORTS: Mapping[Effort | None, Effort] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]  # bodies have these fields, too
-TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of JSON
+SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]  # fields of bodies, too
+PROBE = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
+TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of an object
 
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Build the engine's requests for one pair and context.
+    """Makes the engine's requests for one pair and context.
 
-    date: for templates that show one. num_speculative_tokens: the most that a request may set.
+    date: for chat templates that show one. num_speculative_tokens: the most that a request may set.
     """
 
     pair: Pair
@@ -56,37 +57,43 @@ class RequestBuilder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ApiError without a tokenizer."""
+        """The pair's tokenizer. Raises ApiError if it has none."""
         if self.pair.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; only /v1/completions with token ids is possible")
         return self.pair.tokenizer
 
     @functools.cached_property
-    def takes_tools(self) -> bool:
-        return takes_tools(self.tokenizer)
+    def supports_tools(self) -> bool:
+        """Whether the chat template renders tools."""
+        chat = [{"role": "user", "content": "a"}]
+        try:
+            return self.tokenizer.encode_chat(chat, tools=[PROBE]) != self.tokenizer.encode_chat(chat)
+        except TemplateError:
+            return False
 
     def grammar(self, body: Sampled) -> CompiledGrammar | None:
         """Compile the grammar of the answers, in a chat that of final messages and calls; None: they are free.
 
         Thread-safe.
         """
-        grammar, name = grammar_of(body) or (None, None)
+        grammar, field = grammar_of(body) or (None, None)
         if isinstance(body, ChatBody) and body.tools:
-            return self._grammar_with_tools(body, grammar, name)
+            return self._grammar_with_tools(body, grammar, field)
         if grammar is None:
             return None
         try:
             return self.pair.grammars.compile(grammar, channels=isinstance(body, ChatBody))
         except GrammarError as error:
-            raise unusable(error, name) from None
+            raise grammar_error(error, field) from None
 
-    def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, name: str | None) -> CompiledGrammar | None:
-        """Compile the grammar of final messages and calls. name: the field of the final message's grammar."""
-        tools, only = offered(body.tools, body.tool_choice, rendered=True, names=body.names)
-        calls = bound_calls(body.tools, body.tool_choice, body.names) if tools else {}
+    def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, field: str | None) -> CompiledGrammar | None:
+        """Compile the grammar of final messages and calls. grammar, field: of the final message."""
+        tools, only = template_tools(body.tools, body.tool_choice, supported=True, names=body.names)
+        calls = call_grammars(body.tools, body.tool_choice, body.names) if tools else {}
         must_call = only is not None or body.tool_choice == "required"
         if must_call and grammar is not None:
-            raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
+            message = "tool_choice makes the answer a call, so no other field can constrain it; set it to 'auto'"
+            raise ApiError(400, message, "tool_choice")
         if grammar is None and not any(calls.values()):
             return None
         try:
@@ -94,20 +101,16 @@ class RequestBuilder:
                 return self.pair.grammars.compile(calls[only], channels=False)
             return self.pair.grammars.compile(grammar, channels=True, calls=calls, must_call=must_call)
         except GrammarError as error:
-            raise self._blamed(body, calls, unusable(error, name)) from None
-
-    def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError) -> ApiError:
-        """Name the function whose parameters make no grammar, if there is one."""
-        for function, schema in calls.items():
-            try:
-                if schema is not None:
-                    self.pair.grammars.compile(schema, channels=False)
-            except GrammarError as cause:
-                return unusable(cause, parameters_of(body.tools, function, body.names))
-        return error
+            for function, schema in calls.items():  # find the one that cannot be compiled
+                try:
+                    if schema is not None:
+                        self.pair.grammars.compile(schema, channels=False)
+                except GrammarError as cause:
+                    raise grammar_error(cause, parameters_of(body.tools, function, body.names)) from None
+            raise grammar_error(error, field) from None
 
     def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
-        """Make the n requests of a chat. grammar: what `grammar` returns."""
+        """Make the n requests of a chat. grammar: see the method `grammar`."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
@@ -116,7 +119,8 @@ class RequestBuilder:
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools, body.names)
+        supported = bool(body.tools) and self.supports_tools
+        tools, forced = template_tools(body.tools, body.tool_choice, supported, body.names)
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools, body.names)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
@@ -124,9 +128,10 @@ class RequestBuilder:
             try:
                 grammar = self.pair.grammars.begin(grammar, prompt_ids)
             except GrammarError as error:
-                raise ApiError.of(error, constraint(body)) from None
-        limit, ends = limits.pop() if limits else None, self._call_ends(tools)
-        return self._requests(body, [prompt_ids], 1, limit, logprobs, grammar, ends)
+                raise ApiError.of(error, constraint_field(body)) from None
+        call_end = control_ids(self.tokenizer).get(CALL) if tools else None
+        stops = () if call_end is None else (call_end,)  # a call ends the answer
+        return self._requests(body, [prompt_ids], 1, limits.pop() if limits else None, logprobs, grammar, stops)
 
     def completion(
         self, body: CompletionBody, grammar: CompiledGrammar | None = None
@@ -136,9 +141,9 @@ class RequestBuilder:
         if len(prompts) > MOST_PROMPTS:
             raise ApiError(400, f"{len(prompts)} prompts are given; expected at most {MOST_PROMPTS}", "prompt")
         limit = 16 if body.max_tokens is None else body.max_tokens
-        if body.only_echo:  # no token is decoded
+        if body.only_echo:  # the engine does not run, but a request needs a limit
             limit = 1
-        encoded = map(self._prompt_ids, prompts)  # lazily: refuse the first that is too long before encoding others
+        encoded = map(self._prompt_ids, prompts)  # lazy: the first prompt that is too long is refused before the next
         requests = self._requests(body, encoded, len(prompts), limit, body.logprobs, grammar)
         if not body.echo:
             return requests, []
@@ -153,7 +158,7 @@ class RequestBuilder:
     def prompt_logprobs(self, request: Request) -> list[TokenLogprobs]:
         """Compute the log-probabilities of all prompt tokens after the first.
 
-        One compiled program serves all requests: it has the whole context and MOST_LOGPROBS likeliest tokens.
+        All requests share one compiled program, for the whole context and MOST_LOGPROBS likeliest tokens.
         """
         first, *others = request.prompt_ids
         tokens = output_logprobs(self.pair.plain_target, [first], others, MOST_LOGPROBS, self.context)
@@ -167,7 +172,7 @@ class RequestBuilder:
             ids = self.encode(body.prompt)
             return ids if body.add_special_tokens else ids[len(self.encode("")) :]
         assert body.messages is not None
-        tools, _ = offered(body.tools, "auto", bool(body.tools) and self.takes_tools)
+        tools, _ = template_tools(body.tools, "auto", bool(body.tools) and self.supports_tools)
         return self.encode_chat(body.messages, body.reasoning_effort, tools)
 
     def detokenize(self, body: DetokenizeBody) -> str:
@@ -187,25 +192,30 @@ class RequestBuilder:
         messages: Sequence[ChatMessage],
         effort: Effort | None,
         tools: Sequence[Mapping[str, Any]] = (),
-        names: Names = CHAT,
+        names: FieldNames = CHAT_FIELDS,
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer."""
         if not messages:
             raise ApiError(400, f"{names.messages} is empty; expected at least one message", names.messages)
-        for place, message in enumerate(messages):
-            _check_message(names.message(place), message)
+        for index, message in enumerate(messages):
+            _check_message(names.message(index), message)
         try:
-            chat = chat_of(messages, names)
-            if all(message["role"] not in INSTRUCTING or message["role"] in self.instructing for message in chat[1:]):
+            chat = template_messages(messages, names)
+            later = {message["role"] for message in chat[1:]} & {*INSTRUCTION_ROLES}
+            if not later or later <= self.roles_anywhere:
                 return self._render(chat, effort, tools)
-            chat, places = instructions_first(chat)
-            return self._instructing(self._render(chat, effort, tools), chat, places, names)
+            chat, disguised = instructions_first(chat)
+            prompt_ids = as_instructions(self.tokenizer, self._render(chat, effort, tools), chat, disguised)
         except TextTooLong as error:
             raise self._too_long("the chat", error, names.messages) from None
         except TemplateError as error:
-            blamed = "tools" if tools and not self._renders(tools) else names.messages
-            reason = f"the model's chat template refuses the {blamed}: {error.reason}"
-            raise ApiError(400, reason, blamed) from None
+            field = "tools" if tools and not self._renders(tools) else names.messages
+            reason = f"the model's chat template refuses the {field}: {error.reason}"
+            raise ApiError(400, reason, field) from None
+        if prompt_ids is None:
+            fault = "the model's chat template leaves out instructions that follow other messages; put them first"
+            raise ApiError(400, fault, names.messages)
+        return prompt_ids
 
     def _render(
         self, chat: Sequence[Message], effort: Effort | None = None, tools: Sequence[Mapping[str, Any]] = ()
@@ -217,10 +227,10 @@ class RequestBuilder:
         return tuple(ids)
 
     @functools.cached_property
-    def instructing(self) -> frozenset[str]:
-        """The roles of instructions that the chat template renders anywhere, not only in the first message."""
+    def roles_anywhere(self) -> frozenset[str]:
+        """The roles whose instructions the chat template renders anywhere, not only in the first message."""
         user, roles = {"role": "user", "content": "a"}, set()
-        for role in INSTRUCTING:
+        for role in INSTRUCTION_ROLES:
             later = [{"role": role, "content": text} for text in ("first", "next to it", "in the midst")]
             try:
                 text = detokenize(self.tokenizer, self._render([*later[:2], user, later[2], user]))
@@ -229,19 +239,6 @@ class RequestBuilder:
             if all(message["content"] in text for message in later):
                 roles.add(role)
         return frozenset(roles)
-
-    def _instructing(
-        self, ids: tuple[int, ...], chat: Sequence[Message], places: Collection[int], names: Names
-    ) -> tuple[int, ...]:
-        """Turn the user's messages at these places into a developer's (`as_instructions`).
-
-        Raises ApiError if the prompt does not have each user's message under its own header.
-        """
-        tokens = as_instructions(self.tokenizer, ids, chat, places)
-        if tokens is None:
-            message = "the model's chat template leaves out instructions that follow other messages; put them first"
-            raise ApiError(400, message, names.messages)
-        return tokens
 
     def _too_long(self, name: str, error: TextTooLong, field: str) -> ApiError:
         return self._beyond_context(
@@ -262,11 +259,6 @@ class RequestBuilder:
             return False
         return True
 
-    def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the token that ends a call, if there are tools: a call ends the answer."""
-        ids = control_ids(self.tokenizer)
-        return (ids[CALL],) if tools and CALL in ids else ()
-
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for an id outside the target's vocabulary."""
         size = self.pair.target.vocab_size
@@ -281,31 +273,30 @@ class RequestBuilder:
         limit: int | None,
         logprobs: int | None,
         grammar: CompiledGrammar | None = None,
-        ends: Sequence[int] = (),
+        more_stops: Sequence[int] = (),
     ) -> list[Request]:
-        """Make n requests for each prompt. ends: token ids that end an answer beside the model's own."""
+        """Make n requests for each prompt. more_stops: stop tokens beside those of the model and of the body."""
         if not 1 <= body.n <= MOST_CHOICES:
             raise ApiError.wrong("n", body.n, f"1..{MOST_CHOICES}")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is given without stream; set stream to true", "stream_options")
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        stop_strings = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         self.check_ids(body.stop_token_ids, "stop_token_ids")
-        own = () if body.ignore_eos else (*self.pair.stop_token_ids, *ends)
-        drafts = self._num_drafts(body)
-        stops = tuple(dict.fromkeys((*own, *body.stop_token_ids)))
-        sampling = self._sampling(body)
+        stop_ids = () if body.ignore_eos else (*self.pair.stop_token_ids, *more_stops)
+        stop_ids = tuple(dict.fromkeys((*stop_ids, *body.stop_token_ids)))
+        drafts, sampling = self._num_drafts(body), self._sampling(body)
         requests = []
         for number, prompt_ids in enumerate(prompts, 1):
             name = "the prompt" if num_prompts == 1 else f"prompt {number}"
             budget = self._budget(body, len(prompt_ids), limit, name)
             if body.min_tokens > budget:
                 raise ApiError.wrong("min_tokens", body.min_tokens, f"at most {budget}, the most tokens")
-            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop, drafts, grammar)
+            first = Request(prompt_ids, budget, sampling, stop_ids, 0, name, logprobs, stop_strings, drafts, grammar)
             requests += [dataclasses.replace(first, index=index) for index in range(body.n)]
         return requests
 
     def _num_drafts(self, body: Sampled) -> int | None:
-        """Return the request's own K; None: the server's."""
+        """Return the body's K; None: the server's."""
         k = None if body.speculative is None else body.speculative.num_speculative_tokens
         if k is not None and not 0 <= k <= self.num_speculative_tokens:
             expected = f"0 (plain decoding) to {self.num_speculative_tokens}, the server's K"
@@ -313,20 +304,20 @@ class RequestBuilder:
         return k
 
     def _budget(self, body: Sampled, length: int, limit: int | None, name: str) -> int:
-        """Return the most tokens of an answer. limit: of the body."""
-        room, field, limits = self.context - length, "prompt", "max_tokens"
+        """Return the most tokens of an answer. length: of the prompt `name`. limit: of the body."""
+        room, field, limit_field = self.context - length, "prompt", "max_tokens"
         if isinstance(body, ChatBody):
             field = body.names.messages
-            limits = "max_tokens" if body.max_completion_tokens is None else body.names.limit
+            limit_field = "max_tokens" if body.max_completion_tokens is None else body.names.limit
         if room < 1:
             raise self._beyond_context(f"{name} has {length} tokens", field, f"at most {self.context - 1}: shorten it")
         if limit is None:
             return room
         if limit < 1:
-            raise ApiError.wrong(limits, limit, "1 or more")
+            raise ApiError.wrong(limit_field, limit, "1 or more")
         if limit > room:
-            fault = f"{name} has {length} tokens and {limits} is {limit}"
-            raise self._beyond_context(fault, limits, f"{limits} of at most {room}")
+            fault = f"{name} has {length} tokens and {limit_field} is {limit}"
+            raise self._beyond_context(fault, limit_field, f"{limit_field} of at most {room}")
         return limit
 
     def _sampling(self, body: Sampled) -> SamplingParams:
@@ -341,12 +332,12 @@ class RequestBuilder:
 
 
 def notes(body: ChatBody) -> list[str]:
-    """Describe, for the server's log, how the prompt differs from what the chat asks for."""
+    """Return lines for the server's log: how the prompt differs from the body."""
     lines, effort = [], body.reasoning_effort
     if effort in EFFORTS:
         lines.append(f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}")
     if any(isinstance(tool, CustomTool) and tool.custom.format is not None for tool in body.tools):
-        lines.append("grammars of custom tools are told to the model, and do not bind what it writes")
+        lines.append("the prompt shows grammars of custom tools to the model; they do not constrain the inputs")
     return lines
 
 
@@ -362,13 +353,13 @@ def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
 
 
 def _check_message(where: str, message: ChatMessage) -> None:
-    """Raise ApiError for a message that lacks a field of its role, or has one of another role."""
+    """Raise ApiError for a message without a field of its role, or with one of another role."""
     if message.role != "assistant" and "content" not in message.model_fields_set:
         raise ApiError(400, f"{where}, a message of the {message.role}, has no content; add it", f"{where}.content")
     try:
         check_encodable(message.text, where)
     except InputError as error:
-        raise ApiError(400, str(error), where) from None
+        raise ApiError.of(error, where) from None
     for name, role in (("tool_calls", "assistant"), ("refusal", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, name) and message.role != role:
             text = f"{where}.{name} is not supported in a message of the {message.role}; leave it out"

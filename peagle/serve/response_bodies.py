@@ -1,4 +1,4 @@
-"""The body of /v1/responses: its items, its parts and its tools (peagle.serve.bodies)."""
+"""The body of /v1/responses, with its items, parts and tools. See bodies.py, too."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,9 +8,7 @@ from pydantic import Discriminator, Tag
 from peagle.serve.bodies import (
     BY_TYPE,
     HOSTED,
-    LIMIT,
     LIST_OR_TEXT,
-    LOGPROBS,
     OBJECT_OR_TEXT,
     AnswerBody,
     Body,
@@ -20,19 +18,21 @@ from peagle.serve.bodies import (
     Marked,
     NamedCustom,
     NamedFunction,
+    NumLogprobs,
     PastCustomCall,
     PastFunctionCall,
     RefusalPart,
     Text,
+    TokenLimit,
     ToolName,
-    kind_of,
     qualified,
+    type_tag,
 )
 
 
 class ReasoningOptions(Body):
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None  # there is none; the reasoning itself is in the reply
+    summary: Literal["auto"] | None = None  # no effect: replies have the reasoning itself
 
 
 class Offered(Marked):
@@ -53,7 +53,7 @@ class OfferedFunction(Offered):
 
 
 class InputFormat(Body):
-    """The input of a custom tool. A grammar is told to the model, and does not bind the input."""
+    """The input of a custom tool. The prompt shows a grammar to the model; it does not constrain the input."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -71,7 +71,7 @@ OfferedTool = Annotated[
 
 
 class Namespace(Marked):
-    """Tools whose names have a common prefix for the model: NAMESPACE.NAME."""
+    """Tools that the model sees as NAMESPACE.NAME."""
 
     type: Literal["namespace"]
     name: str
@@ -80,24 +80,24 @@ class Namespace(Marked):
 
 
 class HostedTool(Body):
-    """A tool of OpenAI's servers alone. It is left out of the prompt."""
+    """A tool that only OpenAI's servers run. The prompt leaves it out."""
 
     model_config = pydantic.ConfigDict(extra="allow")
 
     type: str
 
 
-def _kind_of_tool(value: Any) -> str:
-    kind = kind_of(value)
+def _tag_of_tool(value: Any) -> str:
+    kind = type_tag(value)
     return "[hosted tool]" if kind.strip("[]") in HOSTED else kind
 
 
-AnyTool = Annotated[
+ResponsesTool = Annotated[
     Annotated[OfferedFunction, Tag("[function]")]
     | Annotated[OfferedCustom, Tag("[custom]")]
     | Annotated[Namespace, Tag("[namespace]")]
     | Annotated[HostedTool, Tag("[hosted tool]")],
-    Discriminator(_kind_of_tool),
+    Discriminator(_tag_of_tool),
 ]
 
 
@@ -137,7 +137,7 @@ class TextFormat(Body):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    of: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+    schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
 
 
 class TextOptions(Body):
@@ -146,7 +146,7 @@ class TextOptions(Body):
 
 
 class Item(Body):
-    """An item of the input. id, status: of clients that send back output items; no effect."""
+    """An item of the input. id, status: no effect; clients send them if they return an output item."""
 
     id: str | None = None
     status: str | None = None
@@ -158,7 +158,7 @@ class InputText(Marked):
 
 
 class PastText(Marked):
-    """A part of a past answer. Only its text has an effect."""
+    """A part of a past answer. Its other fields have no effect."""
 
     type: Literal["output_text"]
     text: str
@@ -167,8 +167,8 @@ class PastText(Marked):
     parsed: Any = None
 
 
-def _kind_of_part(value: Any) -> str:
-    kind = kind_of(value)
+def _tag_of_part(value: Any) -> str:
+    kind = type_tag(value)
     return "[input_text]" if kind == "[text]" else kind
 
 
@@ -176,7 +176,7 @@ InputPart = Annotated[
     Annotated[InputText, Tag("[input_text]")]
     | Annotated[PastText, Tag("[output_text]")]
     | Annotated[RefusalPart, Tag("[refusal]")],
-    Discriminator(_kind_of_part),
+    Discriminator(_tag_of_part),
 ]
 InputContent = Annotated[Text | Annotated[list[InputPart], Tag("[list]")], LIST_OR_TEXT]
 
@@ -189,7 +189,7 @@ class InputMessage(Item):
 
 
 class CallItem(Item):
-    """A call, or its result. caller, async: of clients that send back output items; no effect."""
+    """A call or its result. caller, async: no effect; clients send them if they return an output item."""
 
     call_id: str
     namespace: str | None = None
@@ -232,7 +232,7 @@ class ReasoningText(Body):
 
 
 class InputReasoning(Item):
-    """Reasoning of a past answer. It reaches the model if it led to calls. Nothing here is encrypted."""
+    """Reasoning of a past answer. The prompt has it only if calls follow it. encrypted_content: no effect."""
 
     type: Literal["reasoning"]
     summary: list[Any] = []
@@ -240,35 +240,35 @@ class InputReasoning(Item):
     encrypted_content: str | None = None
 
 
-def _kind_of_item(value: Any) -> str:
+def _tag_of_item(value: Any) -> str:
     if isinstance(value, dict) and value.get("type") is None:
         return "[message]" if "role" in value or "id" not in value else "[item_reference]"
-    return kind_of(value)
+    return type_tag(value)
 
 
-AnyItem = Annotated[
+InputItem = Annotated[
     Annotated[InputMessage, Tag("[message]")]
     | Annotated[InputCall, Tag("[function_call]")]
     | Annotated[InputResult, Tag("[function_call_output]")]
     | Annotated[InputCustomCall, Tag("[custom_tool_call]")]
     | Annotated[InputResult, Tag("[custom_tool_call_output]")]
     | Annotated[InputReasoning, Tag("[reasoning]")],
-    Discriminator(_kind_of_item),
+    Discriminator(_tag_of_item),
 ]
 
 
 class ResponsesBody(AnswerBody):
     """client_metadata, prompt_cache_key, safety_identifier, user: no effect."""
 
-    input: Annotated[Text | Annotated[list[AnyItem], Tag("[list]")], LIST_OR_TEXT]
+    input: Annotated[Text | Annotated[list[InputItem], Tag("[list]")], LIST_OR_TEXT]
     instructions: str | None = None
-    max_output_tokens: LIMIT = None
+    max_output_tokens: TokenLimit = None
     reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[AnyTool] = []
+    tools: list[ResponsesTool] = []
     tool_choice: ChosenTool = "auto"
     parallel_tool_calls: bool = True
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
-    top_logprobs: LOGPROBS = None
+    top_logprobs: NumLogprobs = None
     text: TextOptions = TextOptions()
     store: bool = False
     metadata: dict[str, str] = {}

@@ -1,5 +1,6 @@
-"""/v1/responses, stateless: a body becomes a chat; its answer becomes a reply, or events."""
+"""/v1/responses, without stored responses: a body becomes a chat, and the chat's answer a reply or events."""
 
+import copy
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from peagle.serve.bodies import (
 )
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import ChannelFormatter, Generation
-from peagle.serve.names import MessageNames, Names, ResponseNames
+from peagle.serve.names import FieldNames, MessageNames, ResponsesFieldNames
 from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
 from peagle.serve.replies import ResponseEvent, ResponseUsage, Usage
 from peagle.serve.requests import notes
@@ -45,21 +46,14 @@ from peagle.serve.response_bodies import (
     TextFormat,
 )
 from peagle.serve.service import Service
-from peagle.serve.structured import constraint
-from peagle.serve.tools import id_of_no_call, id_twice, result_alone
+from peagle.serve.structured import constraint_field
+from peagle.serve.tools import duplicate_call_id, result_without_call, unknown_call_id
 from peagle.text.channels import Delta
 
-LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # of include
-AS_IN_CHAT = (  # fields
-    "temperature",
-    "top_p",
-    "seed",
-    "top_logprobs",
-    "parallel_tool_calls",
-    "stream",
-    "speculative",
-)
-TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # in events
+LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # a value of include
+SAME_FIELDS = ("temperature", "top_p", "seed", "top_logprobs", "parallel_tool_calls", "stream", "speculative")
+ToolName = Mapping[str, str]  # fields `name` and `namespace` of a tool in the body
+CALL_EVENTS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # by field of a call's text
 
 
 async def start(service: Service, body: ResponsesBody) -> Generation:
@@ -76,44 +70,36 @@ async def start(service: Service, body: ResponsesBody) -> Generation:
         tool_names=chat.tool_names,
         one_call=not body.parallel_tool_calls,
     )
-    service.note(*chat.notes, *notes(chat.body))
-    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint(chat.body))
+    service.log_once(*chat.notes, *notes(chat.body))
+    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(chat.body))
     return Generation(body.stream, formatter, outputs)
 
 
 class ResponseChat(ChatBody):
-    """A chat whose refusals name the fields of a /v1/responses body."""
+    """A chat whose errors name the fields of a /v1/responses body."""
 
-    _names: ResponseNames
+    _names: ResponsesFieldNames
 
-    def __init__(self, names: ResponseNames, **fields: Any) -> None:
+    def __init__(self, names: ResponsesFieldNames, **fields: Any) -> None:
         super().__init__(**fields)
         self._names = names
 
     @property
-    def names(self) -> Names:
+    def names(self) -> FieldNames:
         return self._names
 
 
 @dataclass(frozen=True)
-class NamespacedName:
-    """The name of a tool in a /v1/responses body."""
-
-    name: str
-    namespace: str | None
-
-
-@dataclass(frozen=True)
 class AsChat:
-    """A /v1/responses body as a chat. tool_names: the body's, by the chat's. notes: for the server's log."""
+    """A /v1/responses body as a chat."""
 
     body: ChatBody
-    tool_names: Mapping[str, NamespacedName]
-    notes: Sequence[str]
+    tool_names: Mapping[str, ToolName]  # by name in the chat
+    notes: Sequence[str]  # for the server's log
 
 
 def as_chat(body: ResponsesBody) -> AsChat:
-    """Make the chat of a body. Raises ApiError for a body that no chat expresses."""
+    """Make the chat of a body. Raises ApiError for a body that is no chat."""
     if body.store:
         raise ApiError(
             400, "store is not supported here: no response is kept; set it to false", "store", "unsupported_parameter"
@@ -124,7 +110,7 @@ def as_chat(body: ResponsesBody) -> AsChat:
     tools, messages, choice = _tools(body), _messages(body), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
     chat = ResponseChat(
-        ResponseNames(items=[item for _, item in messages], tools=tools.fields),
+        ResponsesFieldNames(items=[item for _, item in messages], tools=tools.fields),
         messages=[message for message, _ in messages],
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
@@ -132,38 +118,38 @@ def as_chat(body: ResponsesBody) -> AsChat:
         tools=tools.tools,
         tool_choice=choice if isinstance(choice, str) else choice.as_in_chat,
         response_format=_response_format(body.text.format),
-        **{name: getattr(body, name) for name in AS_IN_CHAT},
+        **{name: getattr(body, name) for name in SAME_FIELDS},
     )
     return AsChat(chat, tools.names, notes)
 
 
 def _response_format(form: TextFormat) -> ResponseFormat:
-    """Make the chat's response_format. Raises ApiError for a schema without its type, and the reverse."""
-    if (form.type == "json_schema") != (form.of is not None):
-        fault = "is missing" if form.of is None else f"is given with the type {form.type!r}"
+    """Make the chat's response_format. Raises ApiError if only one of type 'json_schema' and a schema is given."""
+    if (form.type == "json_schema") != (form.schema_ is not None):
+        fault = "is missing" if form.schema_ is None else f"is given with the type {form.type!r}"
         raise ApiError(
             400, f"text.format.schema {fault}; expected it with the type 'json_schema'", "text.format.schema"
         )
-    if form.of is None:
+    if form.schema_ is None:
         return ResponseFormat(type=form.type)
-    return ResponseFormat(type=form.type, json_schema=JsonSchema(name=form.name or "", schema=form.of))
+    return ResponseFormat(type=form.type, json_schema=JsonSchema(name=form.name or "", schema=form.schema_))
 
 
 @dataclass
-class _Tools:
-    """The tools of a chat, and the fields of the body that they come from. left_out: types of hosted tools."""
+class _ChatTools:
+    """The tools of a chat."""
 
     tools: list[Tool] = field(default_factory=list)
-    fields: list[str] = field(default_factory=list)
-    names: dict[str, NamespacedName] = field(default_factory=dict)
-    left_out: dict[str, None] = field(default_factory=dict)
+    fields: list[str] = field(default_factory=list)  # by tool: its field in the body
+    names: dict[str, ToolName] = field(default_factory=dict)  # by name in the chat
+    left_out: dict[str, None] = field(default_factory=dict)  # types of hosted tools, in order
 
     def add(self, tool: OfferedFunction | OfferedCustom, where: str, namespace: Namespace | None = None) -> None:
-        """Add a tool, with the name and the description of its namespace before its own."""
+        """Add a tool. The name and the description of its namespace precede its own."""
         space, about = (None, None) if namespace is None else (namespace.name, namespace.description)
         name, description = qualified(space, tool.name), "\n".join(filter(None, (about, tool.description))) or None
         self.fields.append(where)
-        self.names[name] = NamespacedName(tool.name, space)
+        self.names[name] = {"name": tool.name} | ({} if space is None else {"namespace": space})
         if isinstance(tool, OfferedFunction):
             function = Function(name=name, description=description, parameters=tool.parameters, strict=tool.strict)
             self.tools.append(FunctionTool(type="function", function=function))
@@ -172,10 +158,10 @@ class _Tools:
             self.tools.append(CustomTool(type="custom", custom=custom))
 
 
-def _tools(body: ResponsesBody) -> _Tools:
-    tools = _Tools()
-    for place, tool in enumerate(body.tools):
-        where = f"tools.{place}"
+def _tools(body: ResponsesBody) -> _ChatTools:
+    tools = _ChatTools()
+    for index, tool in enumerate(body.tools):
+        where = f"tools.{index}"
         if isinstance(tool, HostedTool):
             tools.left_out[tool.type] = None
         elif isinstance(tool, Namespace):
@@ -190,135 +176,128 @@ def _format(form: InputFormat | None, where: str) -> CustomFormat | None:
     """Make a chat's format of a custom tool. Raises ApiError for a grammar without its definition."""
     if form is None or form.type == "text":
         return None
-    for name in ("syntax", "definition"):
-        if getattr(form, name) is None:
-            raise ApiError.missing(f"{where}.format.{name}")
-    assert form.syntax is not None
-    assert form.definition is not None
+    if form.syntax is None or form.definition is None:
+        raise ApiError.missing(f"{where}.format.{'syntax' if form.syntax is None else 'definition'}")
     return CustomFormat(type="grammar", grammar=Syntax(syntax=form.syntax, definition=form.definition))
 
 
-_Named = tuple[ChatMessage, MessageNames]
+_NamedMessage = tuple[ChatMessage, MessageNames]
 
 
-def _messages(body: ResponsesBody) -> list[_Named]:
-    """Make the messages of the input, instructions first, each with its name in the body."""
+def _messages(body: ResponsesBody) -> list[_NamedMessage]:
+    """Make the messages of the chat, instructions first, with their names in the body."""
     messages = []
     if body.instructions:
         messages.append((ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")))
     if isinstance(body.input, str):
         return [*messages, (ChatMessage(role="user", content=body.input), MessageNames("input"))]
-    return messages + _messages_of(body.input)
+    return messages + _item_messages(body.input)
 
 
-def _messages_of(items: Sequence[Item]) -> list[_Named]:
-    """Join the reasoning, texts and calls of an answer that calls functions into one message.
+def _item_messages(items: Sequence[Item]) -> list[_NamedMessage]:
+    """Make the messages of input items.
 
-    The results of its calls follow, wherever they stand after them. Of other answers only the texts are kept, as chat
-    templates do.
+    The reasoning, texts and calls of an answer with calls become one message. The results of its calls follow, even if
+    other items stand between. Other answers keep only their texts, as chat templates do.
     """
     results = _results(items)
-    messages: list[_Named] = []
-    answer: dict[int, Item] = {}  # by their places: the assistant's items since the last item of another role
-    for place, item in enumerate(items):
+    messages: list[_NamedMessage] = []
+    answer: dict[int, Item] = {}  # by index: the assistant's items since the last item of another role
+    for index, item in enumerate(items):
         is_message = isinstance(item, InputMessage) and item.role != "assistant"
         if not is_message and not isinstance(item, InputResult):
-            answer[place] = item
+            answer[index] = item
             continue
-        messages += _answer(answer, results)
+        messages += _answer_messages(answer, results)
         answer.clear()
         if isinstance(item, InputMessage):
-            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(_name(place))))
-    return messages + _answer(answer, results)
+            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(_name(index))))
+    return messages + _answer_messages(answer, results)
 
 
 def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
-    """Map the place of each call to (the place of its result, the result).
+    """Return (index of the result, the result) of each call, by index of the call.
 
-    Raises ApiError for a result without a call before it, a second result of a call, and a call with the id of a call
-    that waits for its result.
+    Raises ApiError for a result without a call before it, a second result of a call, and a call with the id of another
+    one that has no result yet.
     """
-    waiting: dict[str, int] = {}
+    waiting: dict[str, int] = {}  # indices of calls without a result, by call id
     ids: set[str] = set()
     results: dict[int, tuple[int, InputResult]] = {}
-    for place, item in enumerate(items):
-        where = f"{_name(place)}.call_id"
+    for index, item in enumerate(items):
+        where = f"{_name(index)}.call_id"
         if isinstance(item, InputCall | InputCustomCall):
             if item.call_id in waiting:
-                raise id_twice(where, item.call_id)
-            waiting[item.call_id] = place
+                raise duplicate_call_id(where, item.call_id)
+            waiting[item.call_id] = index
             ids.add(item.call_id)
         elif isinstance(item, InputResult):
             if item.call_id not in ids:
-                raise result_alone(_name(place), "input")
+                raise result_without_call(_name(index), "input")
             if item.call_id not in waiting:
-                raise id_of_no_call(where, item.call_id)
-            results[waiting.pop(item.call_id)] = place, item
+                raise unknown_call_id(where, item.call_id)
+            results[waiting.pop(item.call_id)] = index, item
     return results
 
 
-def _answer(items: Mapping[int, Item], results: Mapping[int, tuple[int, InputResult]]) -> list[_Named]:
-    """Make the messages of a past answer, and of its calls' results."""
-    calls = {place: item.as_in_chat for place, item in items.items() if isinstance(item, InputCall | InputCustomCall)}
-    texts = {place: text_of(item.content) for place, item in items.items() if isinstance(item, InputMessage)}
+def _answer_messages(items: Mapping[int, Item], results: Mapping[int, tuple[int, InputResult]]) -> list[_NamedMessage]:
+    """Make the messages of a past answer and of the results of its calls. items, results: by index in the input."""
+    calls = {index: item.as_in_chat for index, item in items.items() if isinstance(item, InputCall | InputCustomCall)}
+    texts = {index: text_of(item.content) for index, item in items.items() if isinstance(item, InputMessage)}
     if not calls:
         return [
-            (ChatMessage(role="assistant", content=text), MessageNames(_name(place))) for place, text in texts.items()
+            (ChatMessage(role="assistant", content=text), MessageNames(_name(index))) for index, text in texts.items()
         ]
     reasoning = "".join(text_of(item.content or "") for item in items.values() if isinstance(item, InputReasoning))
     joined = ChatMessage(
         role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
     )
     messages = [(joined, MessageNames(_name(next(iter(items))), tuple(map(_name, calls))))]
-    for place in calls:
-        if place in results:
-            of, result = results[place]
+    for call in calls:
+        if call in results:
+            index, result = results[call]
             message = ChatMessage(role="tool", tool_call_id=result.call_id, content=text_of(result.output))
-            messages.append((message, MessageNames(_name(of))))
+            messages.append((message, MessageNames(_name(index))))
     return messages
 
 
-def _name(place: int) -> str:
-    return f"input.{place}"
+def _name(index: int) -> str:
+    return f"input.{index}"
 
 
 @dataclass
 class _OutputItem:
-    """An output item: one message of the answer. value: as in the reply. entries: its log-probabilities."""
+    """An output item: one message of the answer, or one call."""
 
-    value: dict[str, Any]
-    index: int
-    message: int
-    entries: list[str] = field(default_factory=list)
-
-    @property
-    def of_call(self) -> str | None:
-        """The field that holds the text of a call; None for other items."""
-        return next((name for name in TEXTS_OF_CALLS if name in self.value), None)
+    value: dict[str, Any]  # as in the reply; events have copies, since it changes after them
+    index: int  # in the reply's output
+    message: int  # of the answer (`Delta.message`)
+    entries: list[str] = field(default_factory=list)  # log-probabilities of its tokens, as JSON
 
     @property
-    def place(self) -> dict[str, Any]:
+    def call_field(self) -> str | None:
+        """The field that has the text of a call; None for other items."""
+        return next((name for name in CALL_EVENTS if name in self.value), None)
+
+    @property
+    def location(self) -> dict[str, Any]:
         """The fields of an event that locate the item's text."""
-        place = {"item_id": self.value["id"], "output_index": self.index}
-        return place if self.of_call else {**place, "content_index": 0}
-
-    @property
-    def text(self) -> str:
-        return str(self.value[self.of_call] if self.of_call else self.value["content"][0]["text"])
+        location = {"item_id": self.value["id"], "output_index": self.index}
+        return location if self.call_field else {**location, "content_index": 0}
 
     def add(self, text: str) -> None:
-        if self.of_call:
-            self.value[self.of_call] += text
+        if self.call_field:
+            self.value[self.call_field] += text
         else:
             self.value["content"][0]["text"] += text
 
 
 @dataclass
 class ResponsesFormatter(ChannelFormatter):
-    """A response and its events. tool_names: the body's, by the chat's."""
+    """A response and its events. tool_names: by name in the chat."""
 
     body: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
-    tool_names: Mapping[str, NamespacedName] = field(default_factory=dict)
+    tool_names: Mapping[str, ToolName] = field(default_factory=dict)
     _items: list[_OutputItem] = field(default_factory=list)
     _num_events: int = 0
     _reason: str | None = None
@@ -331,34 +310,34 @@ class ResponsesFormatter(ChannelFormatter):
         return created + self.event({"type": "response.in_progress", "response": response})
 
     def read(self, chunk: OutputChunk) -> list[ResponseEvent]:
-        """Read a chunk of the answer; return its events, still without numbers."""
+        """Read a chunk of the answer; return its events, which do not have their sequence numbers yet."""
         self._reason = chunk.finish_reason
         events: list[ResponseEvent] = []
         for delta in self._deltas(chunk):
             item = self._items[-1] if self._items else None
             if item is None or item.message != delta.message:
-                events += self._done("completed")
+                events += self._end_item("completed")
                 item = self._new_item(delta)
-                events += _added(item)
+                events += _added_events(item)
             if delta.text:
-                entries = self._logprobs(chunk, delta)
+                entries = self._logprob_entries(chunk, delta)
                 item.add(delta.text)
                 item.entries += entries
-                events.append(_grown(item, delta.text, entries))
+                events.append(_delta_event(item, delta.text, entries))
         if chunk.finish_reason is not None:
-            events += self._done("incomplete" if chunk.finish_reason == "length" else "completed")
+            events += self._end_item("incomplete" if chunk.finish_reason == "length" else "completed")
         return events
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def reply(self, results: Sequence[Result]) -> dict[str, Any]:
         return self._response(results, "incomplete" if self._reason == "length" else "completed")
 
-    def event(self, shown: ResponseEvent, used: Usage | None = None) -> str:  # noqa: ARG002  the response has it
+    def event(self, entry: ResponseEvent, usage_so_far: Usage | None = None) -> str:  # noqa: ARG002  the last event has it
         number, self._num_events = self._num_events, self._num_events + 1
-        data = dumps({"type": shown["type"], "sequence_number": number, **shown}, ensure_ascii=False)
-        return f"event: {shown['type']}\ndata: {data}\n\n"
+        data = dumps({"type": entry["type"], "sequence_number": number, **entry}, ensure_ascii=False)
+        return f"event: {entry['type']}\ndata: {data}\n\n"
 
     def end(self, results: Sequence[Result]) -> str:
-        response = self.whole(results)
+        response = self.reply(results)
         return self.event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, error: ApiError) -> str:
@@ -370,13 +349,12 @@ class ResponsesFormatter(ChannelFormatter):
         number = uuid.uuid4().hex
         value: dict[str, Any]
         if delta.call is not None:
-            name = self.tool_names.get(delta.call.name, NamespacedName(delta.call.name, None))
+            name = self.tool_names.get(delta.call.name, {"name": delta.call.name})
             is_custom = self._custom_calls(0).is_custom(delta.call)
             kind, prefix, text = (
                 ("custom_tool_call", "ctc", "input") if is_custom else ("function_call", "fc", "arguments")
             )
-            value = {"id": f"{prefix}_{number}", "type": kind, "call_id": delta.call.id, "name": name.name, text: ""}
-            value |= {} if name.namespace is None else {"namespace": name.namespace}
+            value = {"id": f"{prefix}_{number}", "type": kind, "call_id": delta.call.id, text: "", **name}
         elif delta.kind == "reasoning":
             value = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "encrypted_content": None}
             value["content"] = [{"type": "reasoning_text", "text": ""}]
@@ -387,7 +365,7 @@ class ResponsesFormatter(ChannelFormatter):
         self._items.append(_OutputItem(value, len(self._items), delta.message))
         return self._items[-1]
 
-    def _done(self, status: str) -> list[ResponseEvent]:
+    def _end_item(self, status: str) -> list[ResponseEvent]:
         """Make the events that end the last item, if it is open."""
         item = self._items[-1] if self._items else None
         if item is None or item.value["status"] != "in_progress":
@@ -395,34 +373,33 @@ class ResponsesFormatter(ChannelFormatter):
         item.value["status"] = status
         if item.entries:
             item.value["content"][0]["logprobs"] = Written.array(item.entries)
-        ended = _event("output_item.done", item=_copy(item.value), output_index=item.index)
-        if item.of_call:
-            called = {item.of_call: item.text, "name": item.value["name"]}
-            return [_event(f"{TEXTS_OF_CALLS[item.of_call]}.done", **item.place, **called), ended]
-        (part,) = _copy(item.value["content"])
+        ended = _event("output_item.done", item=copy.deepcopy(item.value), output_index=item.index)
+        if item.call_field:
+            called = {item.call_field: item.value[item.call_field], "name": item.value["name"]}
+            return [_event(f"{CALL_EVENTS[item.call_field]}.done", **item.location, **called), ended]
+        (part,) = copy.deepcopy(item.value["content"])
         texts = {name: part[name] for name in ("text", "logprobs") if name in part}
         return [
-            _event(f"{part['type']}.done", **item.place, **texts),
-            _event("content_part.done", **item.place, part=part),
+            _event(f"{part['type']}.done", **item.location, **texts),
+            _event("content_part.done", **item.location, part=part),
             ended,
         ]
 
     def _response(self, results: Sequence[Result], status: str) -> dict[str, Any]:
-        body = self.body
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        choice = body.tool_choice
+        body, choice = self.body, self.body.tool_choice
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
             "status": status,
             "error": None,
-            "incomplete_details": cut,
+            "incomplete_details": incomplete,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata,
             "model": self.model,
-            "output": [_copy(item.value) for item in self._items],
+            "output": [copy.deepcopy(item.value) for item in self._items],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
@@ -445,35 +422,28 @@ def _event(kind: str, **fields: Any) -> ResponseEvent:
     return event
 
 
-def _added(item: _OutputItem) -> list[ResponseEvent]:
-    begun = _copy(item.value)
+def _added_events(item: _OutputItem) -> list[ResponseEvent]:
+    begun = copy.deepcopy(item.value)
     events = [_event("output_item.added", item=begun, output_index=item.index)]
     if "content" in begun:
         (part,), begun["content"] = begun["content"], []
-        events.append(_event("content_part.added", **item.place, part=part))
+        events.append(_event("content_part.added", **item.location, part=part))
     return events
 
 
-def _grown(item: _OutputItem, text: str, entries: Sequence[str]) -> ResponseEvent:
-    """Make the event of new text of an item. entries: its log-probabilities."""
-    if item.of_call:
-        return _event(f"{TEXTS_OF_CALLS[item.of_call]}.delta", **item.place, delta=text)
+def _delta_event(item: _OutputItem, text: str, entries: Sequence[str]) -> ResponseEvent:
+    """Make the event for new text of an item. entries: its log-probabilities."""
+    if item.call_field:
+        return _event(f"{CALL_EVENTS[item.call_field]}.delta", **item.location, delta=text)
     kind = item.value["content"][0]["type"]
     extra = {"logprobs": Written.array(entries)} if kind == "output_text" else {}
-    return _event(f"{kind}.delta", **item.place, delta=text, **extra)
+    return _event(f"{kind}.delta", **item.location, delta=text, **extra)
 
 
 def _echo(tool: Body) -> dict[str, Any]:
-    """Write a tool as the body has it; a function with all fields of OpenAI's own replies."""
+    """Return a tool as the body has it, a function with all fields that OpenAI's replies have."""
     empty = {"description": None, "parameters": None, "strict": None} if isinstance(tool, OfferedFunction) else {}
     return empty | tool.model_dump(by_alias=True, exclude_unset=True)
-
-
-def _copy(value: Any) -> Any:
-    """Copy a JSON value: events show an item as it was."""
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _usage(results: Sequence[Result]) -> ResponseUsage:

@@ -1,4 +1,4 @@
-"""uvicorn with a drain: after SIGTERM or Ctrl-C, open answers may end until a deadline or a second signal."""
+"""uvicorn with a drain: after SIGTERM or Ctrl-C it waits for open answers until a deadline or a second signal."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,15 @@ from peagle.ops.errors import InputError
 from peagle.serve.http import is_loopback
 from peagle.serve.loop import EngineLoop
 
-AFTER_DEADLINE_S = 5  # for the error to be sent, before connections are cut
+AFTER_DEADLINE_S = 5  # to send the errors before connections are cut
 DEADLINE = "the server is shutting down, and this answer was not complete in time"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on an address; port 0: a free one. Connections wait until `serve` accepts them.
+    """Listen on an address; port 0: a free one. Connections wait until the server accepts them.
 
-    Listen before a model is loaded: a bound port alone does not stop a second server. Raises InputError if the address
-    is not available.
+    Call this before a model is loaded, so that a second server on the port fails at once. Raises InputError if the
+    address is not available.
     """
     with contextlib.ExitStack() as failed:
         try:
@@ -55,17 +55,12 @@ def addresses(host: str) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def on_loopback(host: str) -> bool:
-    """Return whether a server on this name or address is reached from this machine alone."""
+    """Return whether only this machine can reach a server on this name or address."""
     try:
         _, (address, *_) = addresses(host)[0]
         return is_loopback(address)
-    except (OSError, UnicodeError):  # nobody can listen on it
+    except (OSError, UnicodeError):  # no server can listen on it
         return False
-
-
-def serve(app: fastapi.FastAPI, loop: EngineLoop, address: socket.socket, options: "ServerOptions") -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
-    Server(app, loop, options).run([address])
 
 
 def url(address: socket.socket) -> str:
@@ -73,14 +68,14 @@ def url(address: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-HttpProtocol: Any = AutoHTTPProtocol  # uvicorn's, of the faster parser that is installed
+HttpProtocol: Any = AutoHTTPProtocol  # uvicorn's, on the faster of the installed parsers
 
 
 class Connection(HttpProtocol):
-    """A client's connection, closed if the client stalls. Between requests uvicorn closes it after keep_alive_s."""
+    """A client's connection. Closes if the client stalls; between requests uvicorn closes it after keep_alive_s."""
 
-    _headers: Any = None
-    _reader: Any = None
+    _headers_timer: Any = None
+    _reader_timer: Any = None
 
     def __init__(self, *arguments: Any, options: "ServerOptions", **others: Any) -> None:
         super().__init__(*arguments, **others)
@@ -88,14 +83,14 @@ class Connection(HttpProtocol):
 
     def connection_made(self, transport: Any) -> None:  # asyncio.Transport, or uvloop's
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # pause_writing as soon as the client does not keep up
+        transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as the client does not keep up
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._headers = _cancel(self._headers)
-        elif self._headers is None:
+            self._headers_timer = _cancel(self._headers_timer)
+        elif self._headers_timer is None:
             self._expect_headers()
 
     def pause_writing(self) -> None:
@@ -104,27 +99,27 @@ class Connection(HttpProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._reader = _cancel(self._reader)
+        self._reader_timer = _cancel(self._reader_timer)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._headers, self._reader = _cancel(self._headers), _cancel(self._reader)
+        self._headers_timer, self._reader_timer = _cancel(self._headers_timer), _cancel(self._reader_timer)
         super().connection_lost(error)
 
     def _expect_headers(self) -> None:
-        self._headers = self.loop.call_later(self._options.headers_s, self.transport.close)
+        self._headers_timer = self.loop.call_later(self._options.headers_s, self.transport.close)
 
     def _expect_reader(self, before: int | None = None) -> None:
-        """Check again later; close if the client read none of the bytes that were unsent before."""
+        """Check again after unread_s; close if the client has read nothing since. before: bytes unsent at that time."""
         unsent = self.transport.get_write_buffer_size()
         if before is None or unsent < before:
-            self._reader = self.loop.call_later(self._options.unread_s, self._expect_reader, unsent)
+            self._reader_timer = self.loop.call_later(self._options.unread_s, self._expect_reader, unsent)
         else:
             self._options.unread()
-            self.transport.abort()  # close would wait for the reader
+            self.transport.abort()  # `close` would wait until the client reads
 
 
 def _cancel(timer: Any) -> Any:  # asyncio.TimerHandle, or uvloop's
-    """Cancel a timer, if there is one. Return None, which replaces it."""
+    """Cancel a timer, if there is one. Return None, its new value."""
     if timer is not None:
         timer.cancel()
     return None
@@ -136,25 +131,19 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Timeouts and callbacks of a server.
+    """Timeouts and callbacks of a server."""
 
-    drain_s: for open answers, at the end. keep_alive_s: for a connection's next request. headers_s: for the headers of
-    a request, from its first byte, or from the connection's beginning. unread_s: for a client to read anything of a
-    reply. ready: called with the URL as soon as connections are accepted. note: called with a drain's progress. unread:
-    called after a connection was closed because its client does not read.
-    """
-
-    drain_s: int = 30
-    keep_alive_s: int = 75
-    headers_s: float = 60.0
-    unread_s: float = 60.0
-    ready: Callable[[str], None] = _nothing
-    note: Callable[[str], None] = _nothing
-    unread: Callable[[], None] = _nothing
+    drain_s: int = 30  # for open answers, at the end
+    keep_alive_s: int = 75  # for the next request of a connection
+    headers_s: float = 60.0  # for the headers of a request, from its first byte or from the start of the connection
+    unread_s: float = 60.0  # for a client to read anything of a reply
+    ready: Callable[[str], None] = _nothing  # called with the URL as soon as the server accepts connections
+    note: Callable[[str], None] = _nothing  # called with lines about the drain
+    unread: Callable[[], None] = _nothing  # called for a connection that is closed because its client reads nothing
 
 
 class Server(uvicorn.Server):
-    """A server that drains after a signal, and does not raise it again at its end."""
+    """A server that drains after SIGTERM or SIGINT. Unlike uvicorn's it does not raise the signal again."""
 
     def __init__(self, app: fastapi.FastAPI, loop: EngineLoop, options: ServerOptions) -> None:
         connection: Any = functools.partial(Connection, options=options)
@@ -174,7 +163,10 @@ class Server(uvicorn.Server):
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  a signal handler's two
-        """Begin the drain; end it at a second signal. A signal handler takes no locks, so the event loop does that."""
+        """Begin the drain; end it at a second signal.
+
+        A signal handler must take no lock, so the event loop stops the engine.
+        """
         if not self.should_exit or self._event_loop is None:
             self.should_exit = True
         else:
@@ -198,7 +190,7 @@ class Server(uvicorn.Server):
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            interrupt.check()  # Ctrl-C before these handlers
+            interrupt.check()  # raises if Ctrl-C came before these handlers
             yield
         finally:
             for number, handler in before.items():

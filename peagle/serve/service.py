@@ -1,4 +1,4 @@
-"""State that all routes share: the engine's loop, the builder of requests, limits, metrics and logs."""
+"""State that all routes share: the engine's loop, the request builder, limits, metrics and logs."""
 
 import asyncio
 import concurrent.futures
@@ -17,90 +17,83 @@ from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import Sampled
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
-from peagle.serve.http import Kind, Refusals, Unsent, parse, utc_now
+from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.outputs import pooled, usage
 from peagle.serve.replies import Health, ModelCard
 from peagle.serve.requests import RequestBuilder
-from peagle.serve.structured import constraint
+from peagle.serve.structured import constraint_field
 
-DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
 POLL_S = 0.02
-GRAMMAR_PATIENCE_S = 10.0  # to compile a grammar, or to wait for others
-Returned = TypeVar("Returned")
+GRAMMAR_PATIENCE_S = 10.0  # time to compile a grammar, and to wait for those of other requests
+T = TypeVar("T")
 
 
 @dataclass
 class Service:
-    """State that all routes share. keys: none is required if empty. origins: sites whose pages may use the routes.
-
-    hosts: names by which clients may address the server, beside loopback's; None: any. max_unsent: the most bytes of a
-    stream that wait for its client; the stream ends if more do.
-    """
+    """State that all routes share."""
 
     loop: Loop
     builder: RequestBuilder
-    model: str
-    keys: Sequence[str] = ()
-    max_body: int = DEFAULT_MAX_BODY
-    origins: Sequence[str] = ()
-    hosts: Sequence[str] | None = None
-    log: logging.Logger | None = None  # of a JSON line for each request
+    model: str  # its name
+    keys: Sequence[str] = ()  # API keys; without any, none is required
+    max_body: int = 4_000_000  # bytes
+    origins: Sequence[str] = ()  # sites whose pages may use the routes
+    hosts: Sequence[str] | None = None  # names, beside loopback's, by which clients may address the server; None: any
+    log: logging.Logger | None = None  # gets a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
-    max_unsent: int = DEFAULT_MAX_UNSENT
+    max_unsent: int = 4_000_000  # bytes of a stream that may wait for its client, or the stream ends
     metrics: Metrics = field(init=False)
     unsent: Unsent = field(init=False)
     refusals: Refusals = field(init=False)
-    # one thread, since the tokenizer's settings are shared
-    _encoding: concurrent.futures.ThreadPoolExecutor = field(
+    _tokenizer_thread: concurrent.futures.ThreadPoolExecutor = field(  # one: tokenizers are not thread-safe
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
     )
-
-    _num_compiling: int = 0  # grammars
-    _noted: set[str] = field(default_factory=set)
+    _compiling: bool = False  # a grammar
+    _noted: set[str] = field(default_factory=set)  # logged lines
 
     def __post_init__(self) -> None:
         self.metrics, self.refusals = Metrics(self.loop, self.model), Refusals(self.log)
         self.unsent = Unsent(self.metrics.unsent, self.metrics.cut, self.max_unsent)
 
-    async def in_tokenizer_thread(self, function: Callable[..., Returned], *arguments: Any) -> Returned:
+    async def in_tokenizer_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that encodes, or that takes long for a large body, outside of the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function, *arguments)
 
     async def grammar(self, body: Sampled) -> CompiledGrammar | None:
-        """Compile the grammar of the answers, one grammar at a time; None: they are free.
+        """Compile the grammar of the answers; None: they are free. Compiles one grammar at a time.
 
-        Raises ApiError for one that takes too long, and after a while for one that waits for another.
+        Raises ApiError if this takes too long, or has to wait too long for other grammars.
         """
-        field = constraint(body)
+        field = constraint_field(body)
         if field is None:
             return None
         end = time.monotonic() + GRAMMAR_PATIENCE_S
-        while self._num_compiling:
+        while self._compiling:
             if time.monotonic() > end:
-                raise ApiError(503, "grammars of other requests are being compiled; ask again later")
+                raise ApiError(503, "grammars of other requests are being compiled; try again later")
             await asyncio.sleep(POLL_S)
-        self._num_compiling += 1
+        self._compiling = True
         compiled = in_daemon(self.builder.grammar, body)
-        compiled.add_done_callback(self._compiled)
+        compiled.add_done_callback(self._end_compiling)
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
         except TimeoutError:
             message = f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
             raise ApiError(400, message, field) from None
 
-    def _compiled(self, _: concurrent.futures.Future[Any]) -> None:
-        self._num_compiling -= 1
+    def _end_compiling(self, _: concurrent.futures.Future[Any]) -> None:
+        self._compiling = False
 
-    async def parse(self, kind: type[Kind], body: bytes) -> Kind:
-        """Read a body (`peagle.serve.http.parse`) outside of the event loop. Raises ApiError for another model."""
-        read = await self.in_tokenizer_thread(parse, kind, body, self.builder.context)
-        self.check_model(read.model)
-        return read
+    async def parse(self, kind: type[BodyT], body: bytes) -> BodyT:
+        """Parse a body outside of the event loop (see `http.parse`). Raises ApiError for another model."""
+        parsed = await self.in_tokenizer_thread(parse, kind, body, self.builder.context)
+        self.check_model(parsed.model)
+        return parsed
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
-        """Compute the log-probabilities of each request's prompt (`RequestBuilder.prompt_logprobs`)."""
+        """Compute the log-probabilities of each request's prompt (see `RequestBuilder.prompt_logprobs`)."""
         by_prompt: dict[tuple[int, ...], list[TokenLogprobs]] = {}
         for request in requests:
             self.loop.engine.check(request)
@@ -111,7 +104,7 @@ class Service:
         return [by_prompt[request.prompt_ids] for request in requests]
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError for another model than the one that is served."""
+        """Raise ApiError for a model that is not served here."""
         if name is not None and name != self.model:
             raise ApiError(
                 404, f"the model {name[:100]!r} is not served here; expected {self.model!r}", "model", "model_not_found"
@@ -136,20 +129,20 @@ class Service:
             "requests_waiting": loop.num_waiting,
             "error": loop.failure,
         }
-        if isinstance(loop.engine, AnyEngine):  # else engines are elsewhere
+        if isinstance(loop.engine, AnyEngine):  # not of a fleet
             use = loop.engine.page_use
             health |= {"kv_cache_tokens": use.num_tokens, "kv_cache_usage": round(use.held_frac, 4)}
         return health
 
-    def note(self, *lines: str) -> None:
-        """Log each of these lines, but no line twice in the server's life."""
+    def log_once(self, *lines: str) -> None:
+        """Log these lines, each once in the life of the server."""
         for line in lines:
             if self.log is not None and line not in self._noted:
                 self.log.info(dumps({"time": utc_now(), "note": line}))
             self._noted.add(line)
 
     def finish(self, generation: Generation, path: str) -> None:
-        """End the requests of a call, and count and log them. Prompts and answers are not logged."""
+        """End the requests of a reply; count and log them. Prompts and answers are not logged."""
         generation.outputs.close()
         results = generation.outputs.results()
         self.metrics.observe(results)
@@ -171,9 +164,9 @@ class Service:
         self.log.info(dumps(line))
 
 
-def in_daemon(function: Callable[..., Returned], *arguments: Any) -> concurrent.futures.Future[Returned]:
-    """Call a function in a daemon thread: the end of the process does not wait for it."""
-    future: concurrent.futures.Future[Returned] = concurrent.futures.Future()
+def in_daemon(function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
+    """Call a function in a daemon thread, for which the end of the process does not wait."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Make grammars from the fields that constrain an answer (peagle.serve.bodies.Structured)."""
+"""Make grammars of the fields that constrain an answer (peagle.serve.bodies.Structured)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,21 +8,21 @@ from peagle.serve.bodies import ChatBody, Structured
 from peagle.serve.errors import ApiError
 
 
-def constraint(body: Structured) -> str | None:
-    """Name a field of a body that may constrain its answers; None if it has none."""
+def constraint_field(body: Structured) -> str | None:
+    """Return the name of the field that constrains a body's answers; None: they are free."""
     for name in Structured.model_fields:
         if getattr(body, name) is not None:
             return body.names.response_format if name == "response_format" else name
     if not isinstance(body, ChatBody) or body.tool_choice == "none":
         return None
-    binds = body.tool_choice != "auto" or any(tool.function.strict for tool in body.tools)
-    return "tools" if binds and body.tools else None
+    constrains = body.tool_choice != "auto" or any(tool.function.strict for tool in body.tools)
+    return "tools" if constrains and body.tools else None
 
 
 def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
-    """Return the answer's constraint and the name of its field; None: there is none.
+    """Return (the grammar of the answers, the name of its field), apart from tools; None: there is none.
 
-    Raises ApiError for several constraints, and for one that is too large or malformed.
+    Raises ApiError for several grammars, and for one that is too large or malformed.
     """
     constraints = {name: value for name, value in _constraints(body).items() if value is not None}
     if not constraints:
@@ -33,25 +33,25 @@ def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
     try:
         return _grammar(first, constraints[first]), first
     except GrammarError as error:
-        raise unusable(error, first) from None
+        raise grammar_error(error, first) from None
 
 
-def unusable(error: GrammarError, field: str | None) -> ApiError:
-    """Make the error of a grammar that cannot be used, with the name of its field, if it has one."""
+def grammar_error(error: GrammarError, field: str | None) -> ApiError:
+    """Make the error of a grammar that cannot be used."""
     return ApiError(400, f"{field}: {error}" if field else str(error), field)
 
 
 def _constraints(body: Structured) -> Mapping[str, Any]:
-    """Map the name of every constraining field to its value; None: not set."""
+    """Return the value of each field that constrains answers, by its name; None: not set."""
     form, structured, names = body.response_format, body.structured_outputs, body.names
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         fault = "is missing" if form.json_schema is None else f"is given with the type {form.type!r}"
         message = f"{names.json_schema} {fault}; expected it with the type 'json_schema'"
         raise ApiError(400, message, names.response_format)
-    of_schema = form.json_schema.of if form is not None and form.json_schema is not None else None
+    schema = form.json_schema.schema_ if form is not None and form.json_schema is not None else None
     any_object = {"type": "object"}
     constraints = {
-        names.schema: of_schema,
+        names.schema: schema,
         names.response_format: any_object if form is not None and form.type == "json_object" else None,
         "guided_json": body.guided_json,
         "guided_regex": body.guided_regex,

@@ -1,10 +1,10 @@
-"""Tools of a chat: definitions, the choice among them, calls and results.
+"""Tools of a chat: their definitions, tool_choice, calls and results.
 
-A message with several calls becomes one message per call, each followed by its result: GPT-OSS's chat templates render
-one call per message, and name a result after the call before it. Arguments of past calls are rendered verbatim.
+A message with several calls becomes one message per call, each followed by its result, since GPT-OSS's chat templates
+render one call per message and name a result after the call before it.
 
-The model sees a custom tool, whose input is any text, as a function of one text (peagle.serve.bodies.CustomTool).
-`CustomCalls` turns its calls back.
+The model sees a custom tool, whose input is any text, as a function with one text parameter (bodies.CustomTool).
+`CustomCalls` turns its calls back into inputs.
 """
 
 import collections
@@ -17,38 +17,27 @@ from typing import Any, Literal
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
-from peagle.serve.bodies import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
+from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
 from peagle.serve.errors import ApiError
-from peagle.serve.http import MOST_TOOLS
-from peagle.serve.names import CHAT, Names
+from peagle.serve.names import CHAT_FIELDS, FieldNames
 from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, ToolCall, control_ids, final_message
-from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
+from peagle.text.tokenizer import Message, Tokenizer, Verbatim, detokenize, encode_characters
 
-MOST_CALLS = 512  # of a chat: GPT-OSS's template takes time quadratic in them
-MOST_VALUES, DEEPEST = 5000, 32  # of the parameters of all tools together: JSON values, levels
-LONGEST_NAME = 128  # of a tool, the name of its namespace included
+MOST_CALLS = 512  # of a chat: the time of GPT-OSS's template is quadratic in them
+MOST_VALUES, MOST_LEVELS = 5000, 32  # JSON values in the parameters of all tools; levels of nesting
+LONGEST_NAME = 128  # of a tool, with its namespace
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-VALUES = ("default", "enum", "const", "examples")  # keywords of schemas that hold no schemas
-PROBE = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
+VALUES = ("default", "enum", "const", "examples")  # keywords of schemas whose values are no schemas
 Choice = Literal["none", "auto", "required"] | NamedTool
 
 
-def takes_tools(tokenizer: Tokenizer) -> bool:
-    chat = [{"role": "user", "content": "a"}]
-    try:
-        return tokenizer.encode_chat(chat, tools=[PROBE]) != tokenizer.encode_chat(chat)
-    except TemplateError:
-        return False
-
-
-def offered(
-    tools: Sequence[Tool], choice: Choice, rendered: bool, names: Names = CHAT
+def template_tools(
+    tools: Sequence[Tool], choice: Choice, supported: bool, names: FieldNames = CHAT_FIELDS
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return (tools as templates take them, the function that the answer must call: `forced`).
+    """Return (tools in the form of chat templates, see `forced_function`). The choice "none" leaves out all tools.
 
-    With the choice "none" there are no tools. rendered: the chat template takes tools (`takes_tools`). Raises ApiError
-    for tools or a choice that cannot be rendered.
+    supported: the chat template renders tools. Raises ApiError for invalid tools or an invalid choice.
     """
     check_tools(tools, names)
     if not tools:
@@ -59,44 +48,43 @@ def offered(
         raise ApiError(400, f"tool_choice names {brief(choice.name)}, which is not among the tools", "tool_choice")
     if choice == "none":
         return [], None
-    if not rendered:
+    if not supported:
         message = "tools are not supported here: the model's chat template has none; leave them out"
         raise ApiError(400, message, "tools", "unsupported_parameter")
-    return [_definition(tool) for tool in tools], forced(tools, choice)
+    return [_definition(tool) for tool in tools], forced_function(tools, choice)
 
 
-def forced(tools: Sequence[Tool], choice: Choice) -> str | None:
-    """Return the name of the one function that the answer must call; None if it has another choice."""
+def forced_function(tools: Sequence[Tool], choice: Choice) -> str | None:
+    """Return the name of the function that the answer must call; None if it may do anything else."""
     if isinstance(choice, NamedTool):
         return choice.name
     return tools[0].name if choice == "required" and len(tools) == 1 else None
 
 
-def bound_calls(tools: Sequence[Tool], choice: Choice, names: Names = CHAT) -> dict[str, Grammar | None]:
-    """Map the functions that an answer may call to the grammars of their arguments; None: any text.
+def call_grammars(tools: Sequence[Tool], choice: Choice, names: FieldNames) -> dict[str, Grammar | None]:
+    """Return the grammar of the arguments of each function that an answer may call; None: any text.
 
-    Strict functions are bound, and all functions if the answer must call one. Raises ApiError for a schema that is too
-    large.
+    Strict functions have a grammar; all functions have one if the answer must call one. Raises ApiError for a schema
+    that is too large.
     """
-    only, must = forced(tools, choice), choice == "required"
-    is_bound = must or only is not None
-    return {
-        tool.name: _arguments(tool, parameters_of(tools, tool.name, names))
-        if is_bound or tool.function.strict
-        else None
-        for tool in tools
-        if only in (None, tool.name)
-    }
+    only = forced_function(tools, choice)
+    must_call = only is not None or choice == "required"
+    grammars: dict[str, Grammar | None] = {}
+    for tool in tools:
+        if only in (None, tool.name):
+            constrains = must_call or tool.function.strict
+            grammars[tool.name] = _arguments(tool, parameters_of(tools, tool.name, names)) if constrains else None
+    return grammars
 
 
-def parameters_of(tools: Sequence[Tool], name: str, names: Names = CHAT) -> str:
-    """Name the field of a function's parameters."""
-    ((place, tool),) = ((place, tool) for place, tool in enumerate(tools) if tool.name == name)
-    return f"{names.tool(place, tool.type)}.parameters"
+def parameters_of(tools: Sequence[Tool], name: str, names: FieldNames) -> str:
+    """Return the name of the field with a function's parameters."""
+    ((index, tool),) = ((index, tool) for index, tool in enumerate(tools) if tool.name == name)
+    return f"{names.tool(index, tool.type)}.parameters"
 
 
 def _arguments(tool: Tool, where: str) -> Grammar:
-    """Make the grammar of a function's arguments, an object. A function without a schema takes none."""
+    """Make the grammar of a function's arguments, an object; an empty one for a function without a schema."""
     schema = tool.function.parameters
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}
@@ -106,35 +94,35 @@ def _arguments(tool: Tool, where: str) -> Grammar:
         raise ApiError(400, f"{where}: {error}", where) from None
 
 
-def check_tools(tools: Sequence[Tool], names: Names = CHAT) -> None:
-    """Raise ApiError for too many or too large tools, bad or equal names, and parameters that are no object."""
+def check_tools(tools: Sequence[Tool], names: FieldNames) -> None:
+    """Raise ApiError for too many or too large tools, invalid or equal names, and parameters that are no object."""
     if len(tools) > MOST_TOOLS:
         raise ApiError(400, f"{len(tools)} tools are given; expected at most {MOST_TOOLS}", "tools")
     known: set[str] = set()
-    for place, tool in enumerate(tools):
-        name, where = tool.name, f"{names.tool(place, tool.type)}.name"
+    for index, tool in enumerate(tools):
+        name, where = tool.name, f"{names.tool(index, tool.type)}.name"
         if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
             raise ApiError.wrong(where, name, f"1 to {LONGEST_NAME} letters, digits, _, - or .")
         if name in known:
-            raise ApiError(400, f"{where} is {brief(name)}, as that of a tool before it", where)
+            raise ApiError(400, f"{where} is {brief(name)}, but an earlier tool has this name", where)
         known.add(name)
         kinds = (tool.function.parameters or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            where = f"{names.tool(place, tool.type)}.parameters.type"
-            raise ApiError.wrong(where, kinds, "'object': arguments are one")
+            where = f"{names.tool(index, tool.type)}.parameters.type"
+            raise ApiError.wrong(where, kinds, "'object', since arguments are one")
     _check_parameters(tools, names)
 
 
-def _check_parameters(tools: Sequence[Tool], names: Names) -> None:
-    """Raise ApiError for parameters with too many values or levels, as soon as the limit is passed."""
+def _check_parameters(tools: Sequence[Tool], names: FieldNames) -> None:
+    """Raise ApiError for parameters with too many values or levels, without reading those beyond the limit."""
     count = 0
-    for place, tool in enumerate(tools):
-        where = f"{names.tool(place, tool.type)}.parameters"
+    for index, tool in enumerate(tools):
+        where = f"{names.tool(index, tool.type)}.parameters"
         open_values: list[tuple[int, Any]] = [(1, tool.function.parameters)]
         while open_values:
             depth, value = open_values.pop()
-            if depth > DEEPEST:
-                raise ApiError(400, f"{where} has more than {DEEPEST} levels; expected a schema of fewer", where)
+            if depth > MOST_LEVELS:
+                raise ApiError(400, f"{where} has more than {MOST_LEVELS} levels; expected fewer", where)
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
             count += len(inner)
             if count > MOST_VALUES:
@@ -146,7 +134,7 @@ def _check_parameters(tools: Sequence[Tool], names: Names) -> None:
 def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tuple[int, ...]:
     """Append the header of a call to a prompt. Raises ApiError unless the prompt ends with the assistant's role."""
     control = control_ids(tokenizer)
-    starts = [place for place, token_id in enumerate(prompt_ids) if token_id == control.get(START)]
+    starts = [index for index, token_id in enumerate(prompt_ids) if token_id == control.get(START)]
     if (
         not starts
         or detokenize(tokenizer, prompt_ids[starts[-1] + 1 :]) != ROLE
@@ -163,20 +151,20 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
     )
 
 
-def result_alone(where: str, field: str) -> ApiError:
-    return ApiError(400, f"{where} is a tool's result, but no call precedes it; send that, too", field)
+def result_without_call(where: str, field: str) -> ApiError:
+    return ApiError(400, f"{where} is a tool's result, but no call precedes it; send the call, too", field)
 
 
-def id_twice(where: str, call_id: str) -> ApiError:
-    return ApiError(400, f"{where} is {brief(call_id)}, as that of a call before it; expected its own", where)
+def duplicate_call_id(where: str, call_id: str) -> ApiError:
+    return ApiError(400, f"{where} is {brief(call_id)}, but an earlier call has this id; expected another one", where)
 
 
-def id_of_no_call(where: str, call_id: str | None) -> ApiError:
+def unknown_call_id(where: str, call_id: str | None) -> ApiError:
     return ApiError.wrong(where, call_id, "the id of a call before it that has no other result")
 
 
-def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Message]:
-    """Make the messages that templates take; past answers keep their final texts and calls alone.
+def template_messages(messages: Sequence[ChatMessage], names: FieldNames = CHAT_FIELDS) -> list[Message]:
+    """Make the messages in the form of chat templates. Past answers keep only final texts and calls.
 
     Raises ApiError for calls without results, results without calls, and more than MOST_CALLS calls.
     """
@@ -187,56 +175,59 @@ def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Messag
     chat: list[Message] = []
     rest = collections.deque(enumerate(messages))
     while rest:
-        place, message = rest.popleft()
+        index, message = rest.popleft()
         if message.role == "tool":
-            raise result_alone(names.message(place), names.messages)
+            raise result_without_call(names.message(index), names.messages)
         if not message.tool_calls:
             text = final_message(message.text) if message.role == ROLE else message.text
             named = {} if message.name is None else {"name": message.name}
             chat.append({"role": message.role, "content": text, **named})
             continue
-        functions = _functions(place, message, names)
+        functions = _function_names(index, message, names)
         results: dict[str, str] = {}
         while rest and rest[0][1].role == "tool":
-            number, result = rest.popleft()
-            _check_result(number, result, functions, results, names)
+            result_index, result = rest.popleft()
+            _check_result(result_index, result, functions, results, names)
             results[result.tool_call_id or ""] = result.text
-        chat += _calls(place, message, results, names)
+        chat += _call_messages(index, message, results, names)
     return chat
 
 
-def _functions(place: int, message: ChatMessage, names: Names) -> dict[str, str]:
-    """Map the ids of a message's calls to their functions' names. Raises ApiError for two calls with one id."""
+def _function_names(index: int, message: ChatMessage, names: FieldNames) -> dict[str, str]:
+    """Return the name of the function of each call of a message, by call id. Raises ApiError for equal ids."""
     functions: dict[str, str] = {}
     for number, call in enumerate(message.tool_calls):
         if call.id in functions:
-            raise id_twice(names.call_id(place, number), call.id)
+            raise duplicate_call_id(names.call_id(index, number), call.id)
         functions[call.id] = call.function.name
     return functions
 
 
 def _check_result(
-    place: int, result: ChatMessage, functions: Mapping[str, str], known: Mapping[str, str], names: Names
+    index: int, result: ChatMessage, functions: Mapping[str, str], results: Mapping[str, str], names: FieldNames
 ) -> None:
-    """Raise ApiError for a result without its call, a second result, and another function's name.
+    """Raise ApiError for a result without a call, the second result of a call, or the name of another function.
 
-    functions: names by the ids of calls. known: results so far, by these ids.
+    functions: names by call id. results: those so far, by call id.
     """
     called = functions.get(result.tool_call_id or "")
-    if called is None or result.tool_call_id in known:
-        raise id_of_no_call(names.result_id(place), result.tool_call_id)
+    if called is None or result.tool_call_id in results:
+        raise unknown_call_id(names.result_id(index), result.tool_call_id)
     if result.name is not None and result.name != called:
-        where = f"{names.message(place)}.name"
+        where = f"{names.message(index)}.name"
         message = f"{where} is {brief(result.name)}, but the call is one of {brief(called)}; leave it out"
         raise ApiError(400, message, where)
 
 
-def _calls(place: int, message: ChatMessage, results: dict[str, str], names: Names) -> Iterator[Message]:
-    """Make a message for each call, and one for its result. The first also has the reasoning before the calls."""
+def _call_messages(index: int, message: ChatMessage, results: dict[str, str], names: FieldNames) -> Iterator[Message]:
+    """Make a message for each call and one for its result. The first also has the reasoning before the calls.
+
+    Arguments are rendered as the model wrote them.
+    """
     before = [text for text in (message.reasoning or message.reasoning_content, message.text) if text]
     for number, call in enumerate(message.tool_calls):
         if call.id not in results:
-            missing = f"{names.call(place, number)} has no result; send {names.result} {brief(call.id)}"
+            missing = f"{names.call(index, number)} has no result; send {names.result} {brief(call.id)}"
             raise ApiError(400, missing, names.messages)
         function = {"name": call.function.name, "arguments": Verbatim(call.function.arguments)}
         calls = [{"id": call.id, "type": "function", "function": function}]
@@ -246,38 +237,38 @@ def _calls(place: int, message: ChatMessage, results: dict[str, str], names: Nam
 
 
 class CustomCalls:
-    """Turn the arguments of one answer's custom calls back into input texts, each whole at the end of its call."""
+    """Turn the arguments of an answer's custom calls back into inputs, each a single delta at the end of its call."""
 
     def __init__(self, tools: Iterable[Tool]) -> None:
         self._names = {tool.name for tool in tools if isinstance(tool, CustomTool)}
-        self._open: Delta | None = None  # the last delta of an unfinished custom call
-        self._arguments = ""
+        self._open: Delta | None = None  # the last delta of the custom call that is being written
+        self._arguments = ""  # of that call
 
     def is_custom(self, call: ToolCall) -> bool:
         return call.name in self._names
 
     def read(self, deltas: Sequence[Delta], at_end: bool) -> list[Delta]:
-        """Return the deltas with inputs in place of arguments. at_end: these are the answer's last deltas."""
+        """Return the deltas with inputs in place of arguments. at_end: these are the last of the answer."""
         texts: list[Delta] = []
         for delta in deltas:
             if self._open is not None and delta.message != self._open.message:
-                texts += self._input()
+                texts += self._end_call()
             if delta.call is None or not self.is_custom(delta.call):
                 texts.append(delta)
                 continue
             if self._open is None:
                 texts.append(delta)
             self._open, self._arguments = delta, self._arguments + delta.text
-        return texts + self._input() if at_end else texts
+        return texts + self._end_call() if at_end else texts
 
-    def _input(self) -> list[Delta]:
+    def _end_call(self) -> list[Delta]:
         delta, text = self._open, _input_of(self._arguments)
         self._open, self._arguments = None, ""
         return [] if delta is None or not text else [dataclasses.replace(delta, text=text)]
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input of a custom call: its one argument, or the whole text if it is no such object."""
+    """Return the input of a custom call: its one argument, or the whole text if that is no object with it."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -288,21 +279,21 @@ def _input_of(arguments: str) -> str:
 
 def _definition(tool: Tool) -> dict[str, Any]:
     function = tool.function
-    parameters = {} if function.parameters is None else {"parameters": _of_texts(function.parameters)}
+    parameters = {} if function.parameters is None else {"parameters": _with_verbatim_defaults(function.parameters)}
     named = {"name": function.name, "description": function.description or ""}
     return {"type": "function", "function": {**named, **parameters}}
 
 
-def _of_texts(schema: Any) -> Any:
-    """Make the default of each parameter a verbatim text: GPT-OSS's template fails to add other values to texts."""
+def _with_verbatim_defaults(schema: Any) -> Any:
+    """Make defaults of a schema texts, which are rendered verbatim: GPT-OSS's template fails for other types."""
     if not isinstance(schema, dict):
-        return [_of_texts(inner) for inner in schema] if isinstance(schema, list) else schema
+        return [_with_verbatim_defaults(inner) for inner in schema] if isinstance(schema, list) else schema
     rendered: dict[str, Any] = {}
     for key, value in schema.items():
         if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
-            rendered[key] = {name: _of_texts(inner) for name, inner in value.items()}
+            rendered[key] = {name: _with_verbatim_defaults(inner) for name, inner in value.items()}
         elif key == "default" and not isinstance(value, str):
             rendered[key] = Verbatim(dumps(value, ensure_ascii=False))
         else:
-            rendered[key] = value if key in VALUES else _of_texts(value)
+            rendered[key] = value if key in VALUES else _with_verbatim_defaults(value)
     return rendered

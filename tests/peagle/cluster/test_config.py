@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from peagle.cluster.complete import completed
 from peagle.cluster.config import FleetConfig, read_fleet
-from peagle.cluster.decide import decided
 from peagle.config import EngineConfig, LoadConfig
 from peagle.ops.errors import InputError
 
@@ -24,7 +24,7 @@ from peagle.ops.errors import InputError
         ({"decode": True}, "decode is True; expected a valid integer"),
         ({"prefill": -1}, "prefill is -1; expected 0 or more"),
         ({"max_queue": -1}, "max_queue is -1"),
-        ({"decode": 3, "max_decode": 2}, "max_decode is 2; expected 3 or more, as many as there are at least, or 0"),
+        ({"decode": 3, "max_decode": 2}, r"max_decode is 2; expected 3 or more \(decode is 3\), or 0"),
         ({"max_prefill": 2}, "prefill is 0; expected 1 or more, to scale up to 2"),
         ({"busy": -1}, "busy is -1"),
         ({"num_cpus": math.inf}, "num_cpus is inf; expected a number"),
@@ -107,12 +107,12 @@ def test_a_text_is_read_as_the_value_of_the_option() -> None:
 
 
 def test_with_sections_what_is_missing_is_decided() -> None:
-    config = decided(read_fleet({"load": {"aux_layer_ids": [1, 2, 3]}, "engine": {"context": 900}, "decode": 2}))
+    config = completed(read_fleet({"load": {"aux_layer_ids": [1, 2, 3]}, "engine": {"context": 900}, "decode": 2}))
     assert (config.load.target, config.load.drafter, config.load.aux_layer_ids) == ("demo", "demo", (1, 2, 3))
     assert (config.engine.slots, config.engine.context, config.engine.prefix_cache) == (4, 900, "on")
     assert config.engine.num_speculative_tokens == "auto"
-    assert decided(config) == config
-    bounded = decided(read_fleet({"engine": {"num_speculative_tokens": "auto:3"}}))
+    assert completed(config) == config
+    bounded = completed(read_fleet({"engine": {"num_speculative_tokens": "auto:3"}}))
     assert bounded.engine.num_speculative_tokens == "auto:3"  # of which each replica makes at most 3 drafts a step
-    plain = decided(read_fleet({"engine": {"num_speculative_tokens": 0, "prefix_cache": None}}))
+    plain = completed(read_fleet({"engine": {"num_speculative_tokens": 0, "prefix_cache": None}}))
     assert (plain.load.drafter, plain.engine.prefix_cache) == (None, "on")

@@ -100,7 +100,7 @@ def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
         fleets.append(loops)
         engine = FleetEngine(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
         fleet = Fleet(loops, engine, most_open, patience_s)
-        asyncio.run(fleet.look())
+        asyncio.run(fleet.probe())
         return loops, Service(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
 
     yield making
@@ -139,12 +139,12 @@ def test_while_its_replicas_load_a_fleet_says_so_everywhere_and_answers_afterwar
     assert isinstance(fleet, Fleet)
     monkeypatch.setattr("peagle.cluster.fleet.LOADING_PATIENCE_S", 0.1)
 
-    def look() -> None:
-        asyncio.run(fleet.look(within_s=0.1))
+    def probe() -> None:
+        asyncio.run(fleet.probe(within_s=0.1))
 
     for lost in ([], ["ping"]):  # the first replica loads; a replica is lost, and another one loads
         loops.loading, loops.loses = True, list(lost)
-        look()
+        probe()
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         assert int(health.headers["retry-after"]) >= 1
@@ -156,7 +156,7 @@ def test_while_its_replicas_load_a_fleet_says_so_everywhere_and_answers_afterwar
         assert client.post("/tokenize", json={"prompt": "ab"}).status_code == 200
         assert "\npeagle:ready 0.0\n" in client.get("/metrics").text
         loops.loading = False
-        look()
+        probe()
         assert (client.get("/health").status_code, answer(client).status_code) == (200, 200)
         assert "\npeagle:ready 1.0\n" in client.get("/metrics").text
 
@@ -166,12 +166,12 @@ def test_a_fleet_finds_its_replicas_as_they_come_and_go(make: Make, monkeypatch:
     loops, service = make()
     fleet = service.loop
     assert isinstance(fleet, Fleet)
-    for name in ("LOOKS_S", "SOON_S"):
+    for name in ("PROBE_S", "RETRY_S"):
         monkeypatch.setattr(f"peagle.cluster.fleet.{name}", 0.01)
 
     async def come_and_go() -> None:
         loops.loading = True
-        await fleet.look(within_s=0.05)
+        await fleet.probe(within_s=0.05)
         watching, waiting = (asyncio.create_task(task) for task in (fleet.watch(), fleet.expect_ready()))
         await asyncio.sleep(0.05)
         assert (fleet.status, waiting.done()) == ("loading", False)

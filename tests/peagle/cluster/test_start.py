@@ -82,7 +82,7 @@ def status_of(monkeypatch: pytest.MonkeyPatch, *states: Any) -> None:
         return SimpleNamespace(applications={"peagle": left.pop(0) if len(left) > 1 else left[0]})
 
     monkeypatch.setattr(start.serve, "status", status)
-    monkeypatch.setattr(start, "LOOKS_S", 0.001)
+    monkeypatch.setattr(start, "POLL_S", 0.001)
 
 
 def of(status: str, message: str = "", **replicas: dict[str, int]) -> Any:

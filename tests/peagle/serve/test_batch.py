@@ -151,7 +151,7 @@ def test_a_repeated_custom_id_is_an_error(run: Any, out: Path) -> None:
         answers = [json.loads(text) for text in out.read_text().splitlines()]
         assert len(answers) == 3
         (error,) = (answer["error"] for answer in answers if answer["error"])
-        assert error["message"] == "the custom_id '0' of line 2 is that of a line before it"
+        assert error["message"] == "the custom_id '0' of line 2 is also that of an earlier line"
 
 
 def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> None:

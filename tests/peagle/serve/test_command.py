@@ -28,7 +28,7 @@ Use = Callable[[str], None]
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> Callable[..., int]:
     """Run the command over the toy pair; call `use` with its URL in a thread, then send a signal."""
-    pair, serve = toy_pair(tokenizer), peagle.cli.serving.serve_app
+    pair, server = toy_pair(tokenizer), peagle.cli.serving.Server
     monkeypatch.setattr(peagle.cli.serving, "load_pair", lambda *_: pair)
 
     def start(use: Use, *options: str, number: int = signal.SIGTERM) -> int:
@@ -38,14 +38,14 @@ def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> C
             finally:
                 os.kill(os.getpid(), number)
 
-        def watched(app: Any, loop: Any, address: Any, options: ServerOptions) -> None:
+        def watched(app: Any, loop: Any, options: ServerOptions) -> Any:
             def told(url: str) -> None:
                 options.ready(url)
                 threading.Thread(target=used, args=(url,)).start()
 
-            serve(app, loop, address, dataclasses.replace(options, ready=told))
+            return server(app, loop, dataclasses.replace(options, ready=told))
 
-        monkeypatch.setattr(peagle.cli.serving, "serve_app", watched)
+        monkeypatch.setattr(peagle.cli.serving, "Server", watched)
         return main(["serve", "--port", "0", "--prefix-cache", "1MB", *options])
 
     return start

@@ -359,7 +359,7 @@ def test_what_a_reply_says_of_tokens_is_written_before_its_end(
         parts.append(OutputChunk(0, (token,), (delta,), {place: TokenLogprobs(token, -0.25, pairs)}, None, ("plain",)))
     events = [json.loads(form.event(form.read(part)[-1]).removeprefix("data: ")) for part in parts]
     monkeypatch.setattr("peagle.serve.formatter.number", None)
-    (choice,) = json.loads(dumps(form.whole([result])))["choices"]
+    (choice,) = json.loads(dumps(form.reply([result])))["choices"]
     streamed = [event["choices"][0]["logprobs"] for event in events]
     for name in ("content",) if kind is ChatFormatter else ("tokens", "token_logprobs", "top_logprobs"):
         assert choice["logprobs"][name] == [entry for part in streamed for entry in part[name]]

@@ -370,7 +370,7 @@ def test_codex_calls_its_tools(saying: Making, prompt: Prompt, argument: str, ca
         "tools of the type web_search are not available here: they are left out",
         "tools of the type image_generation are not available here: they are left out",
         "tools of the type tool_search are not available here: they are left out",
-        "grammars of custom tools are told to the model, and do not bind what it writes",
+        "the prompt shows grammars of custom tools to the model; they do not constrain the inputs",
     ]
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     thinks, plan, patch = items
@@ -449,7 +449,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"instructions": "Be brief.", "input": [SYSTEM, *USER, reasoning("x"), call("a"), call("a")]},
-        *("input.4.call_id", "is 'a', as that of a call before it"),
+        *("input.4.call_id", "is 'a', but an earlier call has this id"),
     ),
     ({"input": [GO_ON] * 3000}, "input", "3000 items and parts are given; expected at most 512"),
     ({"max_output_tokens": 0}, "max_output_tokens", "is 0"),

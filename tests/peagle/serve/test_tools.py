@@ -15,10 +15,10 @@ from fastapi.testclient import TestClient
 
 from peagle.cli.serve import Serve
 from peagle.serve import responses
-from peagle.serve.bodies import ChatMessage
+from peagle.serve.bodies import Body, ChatMessage
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
-from peagle.serve.tools import MOST_CALLS, chat_of
+from peagle.serve.tools import MOST_CALLS, template_messages
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support import servers
 from tests.support.harmony import LONG, USER, called, final, instructed, request_of, said, thought
@@ -440,10 +440,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "names 'g', which is not among"),
     ({"tool_choice": {"type": "function", "function": {"name": "patch"}}}, "tool_choice", "names 'patch', which is"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "is given without tools"),
-    ({**REQUIRED, "response_format": {"type": "json_object"}}, "tool_choice", "nothing else can bind it"),
+    ({**REQUIRED, "response_format": {"type": "json_object"}}, "tool_choice", "no other field can constrain it"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "is 'web_search'; expected 'function'"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "is 'a b'"),
-    ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name", "is 'clock', as that of"),
+    ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name", "is 'clock', but an earlier tool"),
     ({"tools": [CLOCK] * 129}, "tools", "has 129 items"),
     ({"functions": [{"name": "f"}]}, "functions", "is not supported"),
     ({"messages": [*USER, result("a")]}, "messages", "messages.1 is a tool's result"),
@@ -451,7 +451,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [*calls(NOON)[:1], result("b")]}, "messages.1.tool_call_id", "is 'b'"),
     ({"messages": [*calls(NOON)[:1], result("clock", name="f")]}, "messages.1.name", "is 'f', but the call is one of"),
     ({"messages": [{**USER[0], "tool_call_id": "a"}]}, "messages.0.tool_call_id", "is not supported in"),
-    ({"messages": calls(NOON, NOON)}, "messages.0.tool_calls.1.id", "is 'clock', as that of a call before it"),
+    ({"messages": calls(NOON, NOON)}, "messages.0.tool_calls.1.id", "is 'clock', but an earlier call has this id"),
     ({"tools": [function({"properties": 5})]}, "tools", "the model's chat template refuses the tools: "),
     ({"tools": [function(nested(40))]}, PARAMETERS, "has more than 32 levels"),
     ({"tools": [function(nested(190))]}, PARAMETERS, "has more than 32 levels"),
@@ -489,7 +489,7 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
         raise AssertionError
 
     monkeypatch.setattr(ByteLevelTokenizer, "encode_chat", looked_at)
-    monkeypatch.setattr("peagle.serve.http.validated", looked_at)
+    monkeypatch.setattr(Body, "model_validate", looked_at)
     empty, most = {"role": "user", "content": ""}, LONG // 4
     many: dict[str, list[Any]] = {
         "messages": [empty] * (most + 1),
@@ -518,14 +518,14 @@ def test_calls_are_gone_through_no_more_often_for_more_results() -> None:
     message, *results = map(ChatMessage.model_validate, calls(*((str(number), "{}", "x") for number in range(200))))
     counting = Counting(message.tool_calls)
     object.__setattr__(message, "tool_calls", counting)
-    assert len(chat_of([message, *results])) == 2 * 200
+    assert len(template_messages([message, *results])) == 2 * 200
     assert counting.count <= 3
 
 
 def test_more_calls_than_a_template_renders_soon_are_refused() -> None:
     messages = calls(*((str(number), "{}", "x") for number in range(MOST_CALLS + 1)))
     with pytest.raises(ApiError, match="messages holds 513 calls; expected at most 512"):
-        chat_of([ChatMessage.model_validate(message) for message in messages])
+        template_messages([ChatMessage.model_validate(message) for message in messages])
 
 
 def test_bodies_are_read_outside_of_the_event_loop(agent: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def read(form: ResponseFormatter, answers: OutputCollector) -> tuple[dict[str, A
         return text + form.end(answers.results())
 
     events = events_of(asyncio.run(read_all()))
-    return json.loads(dumps(form.whole(answers.results()))), events
+    return json.loads(dumps(form.reply(answers.results()))), events
 
 
 @dataclass(frozen=True)

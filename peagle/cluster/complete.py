@@ -1,4 +1,4 @@
-"""Complete a fleet's config without weights, so that all replicas decode alike. Nothing of Ray in here."""
+"""Complete a fleet's config without loading weights, so that all replicas decode alike. Does not import Ray."""
 
 import dataclasses
 
@@ -9,22 +9,22 @@ from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
 from peagle.pair import Pair
 
-DEFAULT_CONTEXT = 4096  # positions, if the model has as many: the memory of replicas is unknown here
+DEFAULT_CONTEXT = 4096  # positions, or the model's limit; the memory of replicas is not known here
 
 
-def decided(config: FleetConfig) -> FleetConfig:
-    """Return a config with absolute paths, K, context and prefix cache.
+def completed(config: FleetConfig) -> FleetConfig:
+    """Return the config with absolute paths, K, context and prefix cache set.
 
     Raises InputError for models that do not fit, and for an engine that no replica can run.
     """
     load, engine, (target, drafter) = config.load, config.engine, _models(config)
     context, k = engine.context, engine.num_speculative_tokens
-    directory, beside = resolve(target, "target"), drafter_path(target, drafter)
-    pair = pair_of(config)
-    chosen_window(beside, load.drafter_window)
-    if beside is not None:
+    target_directory, drafter_directory = resolve(target, "target"), drafter_path(target, drafter)
+    pair = pair_without_weights(config)
+    chosen_window(drafter_directory, load.drafter_window)  # raises for a window that the drafter cannot have
+    if drafter_directory is not None:
         named = named_drafts(k)
-        check_fit(directory, beside, load.aux_layer_ids, [] if named is None else [named])
+        check_fit(target_directory, drafter_directory, load.aux_layer_ids, [] if named is None else [named])
     engine = dataclasses.replace(
         engine,
         num_speculative_tokens=AUTO if k is None else k,
@@ -33,21 +33,21 @@ def decided(config: FleetConfig) -> FleetConfig:
     )
     pair.resolve(engine, prefix_cache="off")  # raises for an engine that no replica can run
     load = dataclasses.replace(
-        load,  # replicas run in directories of their own
-        target=target if target == DEMO else str(directory.resolve()),
-        drafter=drafter if beside is None or drafter in DEMO_DRAFTERS else str(beside.resolve()),
+        load,  # absolute paths: replicas run in directories of their own
+        target=target if target == DEMO else str(target_directory.resolve()),
+        drafter=drafter if drafter_directory is None or drafter in DEMO_DRAFTERS else str(drafter_directory.resolve()),
     )
     return dataclasses.replace(config, load=load, engine=engine)
 
 
-def pair_of(config: FleetConfig) -> Pair:
-    """Make the pair of a fleet's replicas without its weights: it makes requests, and decides what an engine needs."""
+def pair_without_weights(config: FleetConfig) -> Pair:
+    """Make the pair of a fleet's replicas without weights. It can make requests and resolve an engine's config."""
     target, drafter = _models(config)
     speculation = speculation_of(drafter, drafter_path(target, drafter))
     return dataclasses.replace(without_weights(target), speculation=speculation)
 
 
 def _models(config: FleetConfig) -> tuple[str, str | None]:
-    """Return (the target, the drafter) as options name them; plain decoding has no drafter."""
+    """Return (target, drafter) as options name them. Plain decoding has no drafter."""
     target = or_demo(config.load.target)
     return target, None if config.engine.num_speculative_tokens == 0 else or_demo(config.load.drafter)
