@@ -22,7 +22,7 @@ class CustomBuildHook(BuildHookInterface):
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
         try:
-            made = [*native.build(every=native.asked_for_all()), *native.build_launcher()]
+            made = [*native.build(every=native.wants_all()), *native.build_launcher()]
         except native.BuildError as error:
             print(f"peagle: no native kernels, XLA's own code will run instead: {error}", file=sys.stderr)
             return

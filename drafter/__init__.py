@@ -1,3 +1,3 @@
 """P-EAGLE, EAGLE-3 and DFlash drafters in JAX. Imports no other package of the project but peagle.ops."""
 
-import peagle  # noqa: F401  sets the XLA flag of peagle.ops.jax_cure, even if only this package is imported
+import peagle  # noqa: F401  sets the XLA flag of peagle.ops.jax_workaround, even if only this package is imported

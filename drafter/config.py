@@ -1,4 +1,4 @@
-"""The geometry of a drafter. dialects.py reads it from a config.json."""
+"""The geometry of a drafter, which dialects.py reads from a config.json."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ Kind = Literal["P-EAGLE", "EAGLE-3", "DFlash"]
 
 
 def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str, field: str | None = None) -> None:
-    """Raise InputError for aux layers that a drafter cannot read. who: named them; field: the error's."""
+    """Raise InputError for aux layers that a drafter cannot read. who: where the ids come from; field: of the error."""
     if len(ids) != num_taps:
         raise InputError(
             f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_taps}; expected one id for "
@@ -32,22 +32,23 @@ def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str, field: str 
 class DrafterConfig:
     """Geometry and constants of one drafter. Hashable: it may be a static argument of a jitted function.
 
-    Field names and values are keys of a training's recipe.json: a renamed one could not be continued.
+    Trainings record the fields in recipe.json, so a training cannot be resumed after a field is renamed.
 
-    mask_token_id: the token in a mask slot. None: an EAGLE-3 drafter, which has no mask slots and takes K passes.
-    block_size: rows of a DFlash drafter's block, the pending token and its mask slots. None: another kind.
-    num_target_layers: of a DFlash drafter's target; None: config.json does not say.
-
-    vocab_size: the target's; input tokens and drafts are ids of it. draft_vocab_size: how many of them the drafter can
-    propose. num_taps: how many aux layers it reads. aux_layer_ids: those layers of the target, 0-based, by OUTPUT;
-    None: the target's default. aux_norm normalises aux_hidden before fc: jointly as one vector, or per layer.
-    qk_norm: each head's query and key are normalised before RoPE, as in Qwen3's layers.
-    norm_before_residual: the residual stream starts from the normalised hidden state instead of the raw one.
-    norm_output: an EAGLE-3 drafter's next pass reads the output of the final norm, not its input.
-    num_mask_hiddens: of a P-EAGLE drafter. 1: all mask slots share one (the paper's best). More: one per depth; depths
-    beyond the last share it.
-    windows: by layer, how many positions a row sees, itself included; None: all before it. Only the mask changes:
-    rotary positions stay absolute.
+        mask_token_id         the token of a mask slot. None: EAGLE-3, which has no mask slots and takes K passes
+        block_size            rows of a DFlash block: the pending token and its mask slots. None: another kind
+        num_target_layers     of a DFlash drafter's target. None: not in config.json
+        vocab_size            the target's: input tokens and drafts are ids of it
+        draft_vocab_size      how many tokens the drafter can propose
+        num_taps              number of aux layers
+        aux_layer_ids         the aux layers, 0-based, by OUTPUT. None: the target's default
+        aux_norm              norm of aux_hidden before fc: of the joint vector, or per layer
+        qk_norm               each head's query and key are normalised before RoPE, as in Qwen3's layers
+        norm_before_residual  the residual stream starts from the normalised hidden state instead of the raw one
+        norm_output           an EAGLE-3 drafter's next pass reads the output of the final norm, not its input
+        num_mask_hiddens      of P-EAGLE. 1: all mask slots share one (the paper's best). More: one per depth; deeper
+                              slots share the last
+        windows               by layer: positions that a row sees, its own included. None: all before it. RoPE positions
+                              stay absolute
     """
 
     hidden_size: int
@@ -129,7 +130,7 @@ class DrafterConfig:
 
     @property
     def parallel(self) -> bool:
-        """Whether one pass proposes all drafts (P-EAGLE, DFlash) rather than one draft a pass (EAGLE-3)."""
+        """Whether one pass proposes all drafts (P-EAGLE, DFlash), not one draft per pass (EAGLE-3)."""
         return self.mask_token_id is not None
 
     @property
@@ -153,9 +154,9 @@ class DrafterConfig:
 
     @property
     def context_reach(self) -> int | None:
-        """Positions before a row that its output depends on: the sum of window - 1 over layers; None: all.
+        """How many positions before a row its output depends on: the sum of window - 1 over layers; None: all.
 
-        In a DFlash drafter the widest window - 1: every layer reads the same context.
+        For DFlash the widest window - 1, because every layer reads the same context.
         """
         windows = self.windows or (None,)
         reaches = [window - 1 for window in windows if window is not None]

@@ -1,6 +1,6 @@
-"""How public drafters spell their config.json and name their tensors. Reads no weights.
+"""Read how public drafters spell their config.json and name their tensors. Reads no weights.
 
-Two layouts are written; public files mix their parts, so each part is recognised by itself:
+This project writes two layouts. Public files mix their parts, so each part is recognised by itself:
 
     part               vllm                            speculators
     geometry           at the top of config.json       under `transformer_layer_config`
@@ -11,11 +11,11 @@ Two layouts are written; public files mix their parts, so each part is recognise
 
 An EAGLE-3 drafter has neither a mask token nor `mask_hidden`; only it has `norm_output`. SGLang, SpecForge and ModelOpt
 name aux layers in `eagle_config` (`NamedAuxLayers`). Windows are `sliding_window` beside `layer_types` in the geometry;
-without layer_types a sliding_window means nothing, as in vLLM. `d2t` holds offsets; `t2d` repeats it. A `mask_hidden`
-of more than one vector is this project's own extension (`refused_by`).
+without layer_types a sliding_window is ignored, as in vLLM. `d2t` maps draft ids to the target's by offsets; `t2d`
+marks the same tokens. A `mask_hidden` of more than one vector is this project's own extension (`refused_by`).
 
 A DFlash drafter has a layout of its own (`_parse_dflash`): `layers.*` from 0 on, `hidden_norm` after fc, neither
-embedding nor head, and `dflash_config` with the mask token and `target_layer_ids`, aux layers by output.
+embedding nor head, and `dflash_config` with the mask token and `target_layer_ids`, the aux layers by output.
 
 Sources: vllm llama_eagle3.py, qwen3_dflash.py; speculators models/peagle, models/eagle3; z-lab/dflash.
 """
@@ -41,7 +41,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of P-EAGLE and EAGLE-3
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 SPECULATORS = {"peagle": "PEagleSpeculator", "eagle3": "Eagle3Speculator"}  # speculators_model_type: architecture
-DRAFTS_ELSEWHERE = {"peagle": 7, "eagle3": 3}  # the default K that other servers read from a speculators config
+DEFAULT_DRAFTS = {"peagle": 7, "eagle3": 3}  # K in a speculators config, for other servers
 VLLM, PACKAGE = "vLLM", "the speculators package"  # other loaders of drafters
 
 EMBEDDING, LM_HEAD, FC, MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
@@ -57,7 +57,7 @@ _GEOMETRY = (
     Key("attention_bias", "attention_bias", flag, False),
     Key("mlp_bias", "mlp_bias", flag, False),
 )
-# in the geometry or beside it
+# in the geometry or at the top of config.json
 _SETTINGS = (
     Key("draft_vocab_size", "draft_vocab_size", whole),
     Key("norm_before_residual", "norm_before_residual", flag, False),
@@ -71,9 +71,6 @@ _FIXED = (
     ("use_aux_hidden_state", True, "aux hidden states"),
     ("quantization_config", None, "plain weights"),
 )
-
-
-# the same for DFlash drafters
 _FIXED_OF_DFLASH = (
     ("hidden_act", "silu", "a SiLU MLP"),
     ("mlp_bias", False, "an MLP without biases"),
@@ -92,7 +89,7 @@ _DFLASH_NUMBERS = {"mask_token_id": True, "block_size": True, "num_target_layers
 
 
 class Leaf(NamedTuple):
-    """One of our parameters as files hold it: these tensors, with their outputs concatenated."""
+    """A parameter as files hold it: these tensors, with their outputs concatenated."""
 
     field: str
     names: tuple[str, ...]
@@ -101,16 +98,15 @@ class Leaf(NamedTuple):
 
 
 def own_leaves(config: DrafterConfig) -> list[Leaf]:
-    """List the parameters outside of the layers, except shared ones, mask_hidden and d2t."""
+    """List the parameters outside the layers, except embedding, head, mask_hidden and d2t."""
     taps, width = config.num_taps, config.target_hidden_size
-    if config.kind == "DFlash":
-        first = Leaf("fc", (FC,), (config.hidden_size,), config.aux_width)
-        return [first, *(Leaf(name, (f"{name}.weight",), (config.hidden_size,)) for name in ("hidden_norm", "norm"))]
     leaves = [
         Leaf("fc", (FC,), (config.hidden_size,), config.aux_width),
         Leaf("norm", ("norm.weight",), (config.hidden_size,)),
     ]
-    if config.aux_norm == "joint":
+    if config.kind == "DFlash":
+        leaves.append(Leaf("hidden_norm", ("hidden_norm.weight",), (config.hidden_size,)))
+    elif config.aux_norm == "joint":
         leaves.append(Leaf("aux_norm", ("input_norm.weight",), (config.aux_width,)))
     elif config.aux_norm == "per_tap":
         leaves.append(Leaf("aux_norm", tuple(f"fc_norm.{tap}.weight" for tap in range(taps)), (width,) * taps))
@@ -175,10 +171,10 @@ def first_layer_of(checkpoint: Checkpoint) -> str:
 class NamedAuxLayers:
     """Aux layers as one key of a config.json names them.
 
-    The key decides the meaning of an id. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write
-    and read it so, and vLLM ignores that key; in `dflash_config` all projects do. At the top, or in a speculators
-    drafter's geometry, id i is the INPUT of layer i, which is the output of layer i - 1, as vLLM reads it. Example:
-    inputs [2, 12, 21] are outputs (1, 11, 20).
+    The key decides the meaning of an id. In `eagle_config` id i is the OUTPUT of layer i, as SpecForge and SGLang write
+    and read it (vLLM ignores that key); in `dflash_config` it is the output in all projects. At the top, or in a
+    speculators drafter's geometry, id i is the INPUT of layer i, which is the output of layer i - 1, as vLLM reads it.
+    Example: inputs [2, 12, 21] are outputs (1, 11, 20).
     """
 
     key: str
@@ -208,7 +204,7 @@ class NamedAuxLayers:
 
     @property
     def meaning(self) -> str:
-        """How the ids are read, and why, in words."""
+        """How the ids are read, and why, for messages."""
         if self.certain:
             return "outputs, as DFlash's authors and vLLM read them there"
         if self.are_outputs:
@@ -220,7 +216,7 @@ TOP_AUX_LAYERS = NamedAuxLayers(AUX_LAYER_IDS, (), are_outputs=False)  # the key
 
 
 def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
-    """List every key of a config.json that names aux layers; the first one counts.
+    """List the keys of a config.json that name aux layers; the first is used.
 
     Raises InputError if the ids are not a list of numbers.
     """
@@ -242,9 +238,9 @@ def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
 
 
 def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = None) -> DrafterConfig:
-    """Read the DrafterConfig from config.json, completed by tensor shapes (head geometry, width of aux_hidden).
+    """Read the DrafterConfig from config.json and tensor shapes (head geometry, width of aux_hidden).
 
-    aux_layer_ids replace those of config.json. Raises InputError naming the setting that is missing, contradictory or
+    aux_layer_ids: instead of those in config.json. Raises InputError for a setting that is missing, contradictory or
     not supported.
     """
     checkpoint, path = checkpoint.without_prefix(PREFIX), checkpoint.directory / CONFIG
@@ -307,7 +303,7 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
 
 
 def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier: str | None = None) -> dict[str, Any]:
-    """Render a drafter's config.json in that dialect.
+    """Render a drafter's config.json in a dialect.
 
     In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states only from the nested geometry. Raises
     InputError for a config that the dialect cannot hold.
@@ -343,9 +339,9 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
     if dialect == "vllm":
         return {"architectures": [ARCHITECTURE], "dtype": dtype, **geometry, **common}
     kind = "peagle" if config.parallel else "eagle3"
-    used = {
+    proposal = {
         "algorithm": kind,
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DRAFTS_ELSEWHERE[kind]}],
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEFAULT_DRAFTS[kind]}],
         "default_proposal_method": "greedy",
         "verifier": {"name_or_path": verifier, "architectures": ["GptOssForCausalLM"]},
     }
@@ -353,17 +349,17 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
         "architectures": [SPECULATORS[kind]],
         "speculators_model_type": kind,
         "dtype": dtype,
-        "speculators_config": used,
+        "speculators_config": proposal,
         NESTED: {**geometry, "fc_norm": common["fc_norm"]},
         **common,
     }
 
 
 def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
-    """List the other loaders that refuse a drafter in that dialect: {VLLM or PACKAGE: the reason}.
+    """List the other loaders that refuse a drafter in a dialect: {VLLM or PACKAGE: the reason}.
 
-    Tested with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks the width against the heads;
-    vLLM builds a LlamaConfig only in its own dialect. DFlash's layout is that of Qwen3, which checks no width.
+    Tested with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks the width against the heads.
+    vLLM builds a LlamaConfig only in its own dialect. DFlash has Qwen3's config, which checks no width.
     """
     if config.kind == "DFlash":
         return {}
@@ -381,7 +377,7 @@ def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
 def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -> DrafterConfig:
     """Read the DrafterConfig of a DFlash drafter; see `parse_config`.
 
-    `eagle_aux_hidden_state_layer_ids` at the top win over target_layer_ids, as in vLLM.
+    `eagle_aux_hidden_state_layer_ids` at the top takes precedence over target_layer_ids, as in vLLM.
     """
     config, path = checkpoint.config, checkpoint.directory / CONFIG
     with naming(path):
@@ -439,7 +435,7 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
 def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str, needed: bool) -> Any:
     """Read a number of a DFlash drafter from config.json itself or from dflash_config, which must agree.
 
-    None if it is optional and missing in both.
+    None if neither has it and it is not needed.
     """
     named = {
         place: whole(values, key, least=0)
@@ -514,7 +510,7 @@ def _mask_token_id(config: Mapping[str, Any], parallel: bool) -> int | None:
 def _refuse_variants(
     config: Mapping[str, Any], geometry: Mapping[str, Any], settings: Mapping[str, Any], parallel: bool, qk_norm: bool
 ) -> None:
-    """Raise InputError for a setting that means another model."""
+    """Raise InputError for a setting of another model."""
     expected = "peagle" if parallel else "eagle3"
     if NESTED in config and (kind := config.get("speculators_model_type")) != expected:
         raise InputError(
@@ -523,8 +519,8 @@ def _refuse_variants(
         )
     expected = "qwen3" if qk_norm else "llama"  # with and without norms of each head's query and key
     kind = geometry.get("model_type", expected)
-    # SpecForge writes the target's model_type above Llama layers and reads the file as a LlamaConfig, so a missing
-    # setting (theta, say) has Llama's default here, too
+    # SpecForge writes the target's model_type for Llama layers and reads the file as a LlamaConfig. So missing
+    # settings, such as theta, have Llama's defaults here, too
     of_target = kind == "gpt_oss" and "llama" in str(config.get("architectures")).lower()
     if kind != expected and not (of_target and not qk_norm):
         raise InputError(
@@ -539,7 +535,7 @@ def _refuse_variants(
 
 
 def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add RoPE settings outside the nested geometry to it. Raises InputError if the two places disagree."""
+    """Add the top's RoPE settings to the nested geometry. Raises InputError if the two disagree."""
     keys = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
     merged = dict(geometry)
     for key in keys:
@@ -580,7 +576,7 @@ def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
 
 
 def _render_windows(config: DrafterConfig) -> dict[str, Any]:
-    """Render what `_windows` reads. Raises InputError for differing windows, which config.json cannot hold."""
+    """Render what `_windows` reads. Raises InputError for different windows, which config.json cannot hold."""
     windows = {window for window in config.windows or () if window is not None}
     if len(windows) > 1:
         raise InputError(

@@ -1,7 +1,7 @@
 """Read and write drafter checkpoints: tensors to parameters and back, by the tables in dialects.py.
 
-A file loads whole or not at all: every tensor is consumed or named in an error, every parameter is filled or named, and
-a setting that would change the result is followed or named.
+A file loads whole or not at all: an error names every tensor that is left over, every parameter that is missing, and
+every setting that would change the result and is not supported.
 """
 
 import dataclasses
@@ -54,15 +54,15 @@ def load_drafter(
 ) -> tuple[DrafterParams, DrafterConfig]:
     """Load the drafter in a directory, in `dtype` or that of its fc weight.
 
-    implementation "native" packs the matrices for the compiled CPU kernels and keeps bfloat16 ones bfloat16.
+    implementation "native" packs the matrices for the compiled CPU kernels, and bfloat16 matrices stay bfloat16.
     aux_layer_ids: the target's layers whose outputs it reads, instead of those in config.json.
 
     Some drafters share the target's embedding or head and do not store it. Such a file loads only with the target's
     tensors, loaded with the same implementation: target_embedding [V, D], target_lm_head [D, V] (narrowed to the draft
-    vocabulary here). A stored tensor wins over the target's.
+    vocabulary here). A stored tensor takes precedence over the target's.
 
-    Raises InputError, in one line, for anything missing, surplus, wrongly shaped or not supported. Warns if the map
-    from draft ids to the target's looks wrong.
+    Raises InputError for a tensor or setting that is missing, surplus or not supported, or has another shape. Warns if
+    the map from draft ids to the target's looks wrong.
     """
     checkpoint = read_checkpoint(directory).without_prefix(PREFIX)
     config = parse_config(checkpoint, aux_layer_ids)
@@ -95,7 +95,7 @@ def _first_layer(checkpoint: Checkpoint, config: DrafterConfig) -> str:
 
 
 def weight_bytes(directory: Path, dtype: DTypeLike, *, implementation: Implementation | None = None) -> int:
-    """Compute the memory that load_drafter takes with these options beside the target, to a percent.
+    """Compute the memory that load_drafter takes with these options, without the target's, to a percent.
 
     Reads no weights. Raises InputError if the files cannot be read.
     """
@@ -124,10 +124,10 @@ def save_drafter(
     verifier: str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the drafter to a directory in that dialect; load_drafter returns the same bits and the same config.
+    """Write the drafter to a directory in a dialect; load_drafter returns the same bits and the same config.
 
-    A DFlash drafter's embedding and head are its target's, and not written. verifier: the name or path by which the
-    speculators package finds the target (it loads no drafter without one).
+    A DFlash drafter's embedding and head are its target's and are not written. verifier: the name or path by which the
+    speculators package finds the target, without which it loads no drafter.
     """
     tensors = to_tensors(params, config, dialect)
     rendered = render_config(config, dialect, str(params.dtype), verifier)
@@ -153,7 +153,7 @@ def sort_aux_layers(params: DrafterParams, config: DrafterConfig) -> tuple[Draft
 
 def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> dict[str, np.ndarray]:
     """Return a checkpoint's tensors by name, output dimension first, as every dialect stores them."""
-    assert not isinstance(params.lm_head, SplitMatrix)  # parameters that are read, or trained
+    assert not isinstance(params.lm_head, SplitMatrix)
     own = config.kind != "DFlash"
     tensors = {EMBEDDING: np.asarray(params.embedding), LM_HEAD: as_matrix(params.lm_head).T} if own else {}
     if params.mask_hidden is not None:
@@ -175,7 +175,7 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads a checkpoint's tensors as parameters: vectors cast, matrices arranged for `linear`."""
+    """Read a checkpoint's tensors as parameters: cast vectors, arrange matrices for `linear`."""
 
     checkpoint: Checkpoint
     config: DrafterConfig
@@ -274,19 +274,20 @@ def _draft_to_target(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarra
 
 
 STORE_OFFSETS = "store d2t - arange(len(d2t)) as d2t"
-_CHANCE = 20.0  # exp(-20): the chance below which a map without neighbouring ids is no accident
+# Of `size` random tokens no two are neighbours with probability exp(-size^2 / vocab_size). Below exp(-20) such a map is
+# no accident.
+_RARE = 20.0
 
 
 def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
-    """Describe in one line why d2t, read as offsets, looks wrong; None if it looks right.
+    """Return a warning if d2t, read as offsets, looks wrong; None if it looks right. Reads only d2t and t2d.
 
-    It looks wrong if t2d marks other tokens, or, without a t2d, if no two of its tokens are neighbours. Reads only
-    these two tensors.
+    It looks wrong if t2d marks other tokens or, without a t2d, if no two of its tokens have neighbouring ids.
     """
     if not checkpoint.has(DRAFT_TO_TARGET):
         return None
     stored = _stored_map(checkpoint, config)
-    read, taken = stored + np.arange(len(stored)), f"{checkpoint.directory}: d2t is read as offsets, but"
+    target_ids, prefix = stored + np.arange(len(stored)), f"{checkpoint.directory}: d2t is read as offsets, but"
     if checkpoint.has(IN_DRAFT_VOCAB):
         if checkpoint.shape(IN_DRAFT_VOCAB) != (config.vocab_size,):
             return (
@@ -294,16 +295,17 @@ def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
                 f"expected [{config.vocab_size}], a mark for each of the target's tokens"
             )
         marked = np.flatnonzero(checkpoint.take(IN_DRAFT_VOCAB))
-        if np.array_equal(np.sort(read), marked):
+        if np.array_equal(np.sort(target_ids), marked):
             return None
-        said = f"{taken} t2d marks other tokens ({len(np.intersect1d(read, marked))} of {len(marked)} are the same)"
-        if np.array_equal(np.sort(stored), marked):
-            return f"{said}; read as absolute ids it agrees with t2d: {STORE_OFFSETS}"
-        return f"{said}; peagle parity finds which of the two the drafter follows"
-    if len(stored) ** 2 > _CHANCE * config.vocab_size and (np.diff(stored) > 0).all():
-        return (
-            f"{taken} then no two of its {len(stored)} tokens are neighbours; if it holds absolute ids, {STORE_OFFSETS}"
+        message = (
+            f"{prefix} t2d marks other tokens ({len(np.intersect1d(target_ids, marked))} of {len(marked)} are the same)"
         )
+        if np.array_equal(np.sort(stored), marked):
+            return f"{message}; read as absolute ids it agrees with t2d: {STORE_OFFSETS}"
+        return f"{message}; peagle parity finds which of the two the drafter follows"
+    if len(stored) ** 2 > _RARE * config.vocab_size and (np.diff(stored) > 0).all():
+        neighbours = f"no two of its {len(stored)} tokens are neighbours"
+        return f"{prefix} then {neighbours}; if it holds absolute ids, {STORE_OFFSETS}"
     return None
 
 

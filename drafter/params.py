@@ -1,8 +1,8 @@
 """The parameters of a drafter as a pytree, and their random initialisation.
 
-Matrices are arrays with the input dimension first (`x @ w`), or all of them packed matrices for the native kernels
-(peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, F MLP width, V the target's vocabulary, U the
-draft vocabulary, A the width of aux_hidden. Absent biases are None.
+Matrices are arrays with the input dimension first (`x @ w`); for the native kernels all are packed (peagle.ops.linear).
+D hidden size, N query heads, G kv heads, H head_dim, F MLP width, V the target's vocabulary, U the draft vocabulary, A
+the width of aux_hidden. Absent biases are None.
 """
 
 import flax.struct
@@ -39,11 +39,7 @@ class LayerParams:
 
 @flax.struct.dataclass
 class DrafterParams:
-    """All parameters of a drafter.
-
-    `draft_to_target` is the one leaf that is not trained: only proposing reads it, and a trainer removes it
-    (`params.replace(draft_to_target=None)`).
-    """
+    """All parameters of a drafter. draft_to_target is not trained: only proposing reads it, and trainers remove it."""
 
     embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     aux_norm: jax.Array | None  # [A]: weight of the norm before fc, if the config has one
@@ -66,8 +62,8 @@ def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
     """Make random parameters to train from.
 
     Matrices are normal with variance 1/input, divided by 2 * layers for outputs into the residual stream; mask_hidden
-    is standard normal, norms are one, biases zero. A reduced draft vocabulary has the lowest ids of the target's, until
-    the caller chooses better ones.
+    is standard normal, norms are one, biases zero. A reduced draft vocabulary has the target's lowest ids; the caller
+    chooses better ones.
     """
     c = config
     residual_scale = (2 * c.num_layers) ** -0.5

@@ -1,7 +1,7 @@
-"""A reference drafter in NumPy, float64, uncached and slow, for parity tests.
+"""A reference drafter in NumPy float64, without a cache, for parity tests.
 
 It shares no code with model.py or the loader: it reads a checkpoint's tensors as stored (output dimension first), and
-follows only the models' descriptions (arXiv 2602.01469, 2602.06036; checkpoint layouts as vLLM and speculators read
+is written from the models' descriptions (arXiv 2602.01469, 2602.06036; checkpoint layouts as vLLM and speculators read
 them). Heads and rows are loops, so that no axis can be confused with another.
 """
 
@@ -22,9 +22,9 @@ def draft_logits(
     """Compute the logits [K, U] of the K drafts that follow token_ids [n+1].
 
     aux_hidden is [n, A], n >= 1: the last token has none yet. Rows 0..n-1 are (token[p+1], fc of aux_hidden[p]). Rows
-    n..n+K-2 are K-1 mask slots (P-EAGLE), or computed in turn: (the best draft of the row before, that row's last
+    n..n+K-2 are K-1 mask slots (P-EAGLE), or, one after the other, (the best draft of the row before, that row's last
     hidden state) (EAGLE-3). Each row attends to the rows up to itself, with a window of W only to the last W of them.
-    Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i. DFlash: see `_block_logits`.
+    Rows n-1..n+K-2 predict the drafts: draft i is token n+1+i. DFlash: see `_block_logits`.
     """
     known = len(token_ids) - 1
     if len(aux_hidden) != known or known < 1:
@@ -65,8 +65,8 @@ def _block_logits(
     """Compute the logits [K, V] of a DFlash drafter: of the first K of the B - 1 mask slots after the pending token.
 
     Rows 0..n-1 are the context, the normalised fc of aux_hidden, the same in every layer; rows n..n+B-1 are the block.
-    Each row of the block attends to all rows, with a window of W only to those from W-1 before it on. The embedding and
-    the head are the target's.
+    Each row of the block attends to all rows, with a window of W only to the W-1 rows before it and all later ones. The
+    embedding and the head are the target's.
     """
     weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items()}
     eps, known = config.rms_norm_eps, len(aux_hidden)
@@ -170,15 +170,17 @@ def _attend(
     frequencies, concentration = _frequencies(config), _concentration(config)
     out = np.zeros((len(read), config.num_heads * width))
     for head in range(config.num_heads):
-        mine = slice(head * width, (head + 1) * width)
-        shared = slice(head // per_kv_head * width, (head // per_kv_head + 1) * width)
-        queries = [concentration * _rotate(row[mine], p, frequencies) for row, p in zip(query, positions, strict=True)]
-        keys = [concentration * _rotate(row[shared], p, frequencies) for row, p in zip(key, positions, strict=True)]
-        for row, others in enumerate(visible):
-            near = [other for other in others if window is None or positions[row] - positions[other] < window]
-            scores = np.array([queries[row] @ keys[other] for other in near]) / math.sqrt(width)
+        query_columns = slice(head * width, (head + 1) * width)
+        kv_columns = slice(head // per_kv_head * width, (head // per_kv_head + 1) * width)
+        queries = [
+            concentration * _rotate(row[query_columns], p, frequencies) for row, p in zip(query, positions, strict=True)
+        ]
+        keys = [concentration * _rotate(row[kv_columns], p, frequencies) for row, p in zip(key, positions, strict=True)]
+        for row, key_rows in enumerate(visible):
+            in_window = [other for other in key_rows if window is None or positions[row] - positions[other] < window]
+            scores = np.array([queries[row] @ keys[other] for other in in_window]) / math.sqrt(width)
             shares = np.exp(scores - scores.max())
-            out[row, mine] = shares @ value[near, shared] / shares.sum()
+            out[row, query_columns] = shares @ value[in_window, kv_columns] / shares.sum()
     return _apply(weights, f"{name}.o_proj", out)
 
 
@@ -211,7 +213,7 @@ def _frequencies(config: DrafterConfig) -> np.ndarray:
 
 
 def _yarn(frequency: float, pair: int, config: DrafterConfig) -> float:
-    """Scale the frequency of a pair of values (arXiv 2309.00071): none of the fast ones, all of the slow ones."""
+    """Scale a pair's frequency (arXiv 2309.00071): fast pairs keep it, slow pairs divide it by the factor."""
     yarn, theta = config.rope.scaling, config.rope.theta
     assert isinstance(yarn, Yarn)
 

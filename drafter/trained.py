@@ -1,4 +1,4 @@
-"""A folder of `peagle train`, read without training: the path of its drafter, and the target it was trained for."""
+"""Read a folder of `peagle train`: the path of its drafter, the target, the coverage of its draft vocabulary."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,11 @@ from peagle.ops.errors import InputError
 
 RECIPE = "recipe.json"
 DRAFTER = "drafter"  # subfolder
-COVERAGE = "coverage"  # in the recipe: how much of the data a narrowed drafter can propose
+COVERAGE = "coverage"  # key of recipe.json
 
 
 def read_record(run: Path) -> dict[str, Any] | None:
-    """Read a training's recipe.json; None if there is none. Raises InputError for a cut or altered one."""
+    """Read a training's recipe.json; None if there is none. Raises InputError for a malformed one."""
     path = run / RECIPE
     if not path.exists():
         return None
@@ -41,25 +41,25 @@ def drafter_in(directory: Path) -> Path | None:
 
 
 def trained_for(drafter: Path) -> str | None:
-    """Return the fingerprint of the target that a drafter was trained for; None if no recipe is beside it."""
+    """Return the fingerprint of the target that a drafter was trained for; None without a recipe beside it."""
     target = _record_beside(drafter).get("target")
     return target.get("weights") if isinstance(target, dict) else None
 
 
 def recorded_coverage(drafter: Path) -> Coverage | None:
-    """Return how much of its data a narrowed drafter can propose; None if no record beside it says."""
+    """Return how much of its data a narrowed drafter can propose; None if no recipe beside it has it."""
     stored = _record_beside(drafter).get(COVERAGE)
     return Coverage(**stored) if isinstance(stored, dict) else None
 
 
 def _record_beside(drafter: Path) -> dict[str, Any]:
-    """Read the record of the training whose folder holds the drafter; empty if there is none."""
+    """Read the recipe of the training whose folder holds the drafter; empty if there is none."""
     whole = drafter.resolve()
     return _record(whole.parent) if whole.name == DRAFTER else {}
 
 
 def _record(run: Path) -> dict[str, Any]:
-    """Read a training's record; empty if there is none, or the file of that name is another program's."""
+    """Read a training's recipe; empty if there is none, or the file is another program's."""
     try:
         return read_record(run) or {}
     except InputError:

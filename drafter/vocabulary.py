@@ -4,8 +4,8 @@ The head is most of the weights that a real model's drafter reads per step, and 
 rare. A token that the drafter cannot propose costs a rejected draft, never a wrong token.
 
 A drafter's directory may hold `frequent_tokens.json`, a list of the target's token ids, the most frequent first
-(`peagle frequent-tokens` writes it). Without one, the order of ids replaces frequency, because byte-pair encoding
-numbers tokens in the order of merges, and merges frequent pairs first; tokens that end answers come before them.
+(`peagle frequent-tokens` writes it). Without one the lowest ids count as frequent, because byte-pair encoding numbers
+tokens in the order of merges, and merges frequent pairs first. Stop tokens come before them.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ class DraftVocab:
 
 
 def choose(choice: str, directory: Path, vocab_size: int, first: Sequence[int] = ()) -> DraftVocab:
-    """Choose the draft vocabulary of an option: a number of tokens, or a file that lists their ids.
+    """Choose a draft vocabulary. choice: a number of tokens, or a file that lists their ids.
 
-    directory is the drafter's. `first` are tokens to put first if the directory has no list. Raises InputError for a
-    number of tokens that the target does not have, and for a file that does not list ids of the target.
+    directory: the drafter's. first: tokens to put first if the directory has no list. Raises InputError for more tokens
+    than the target has, and for a file that does not list ids of the target.
     """
     if not choice.lstrip("-").isdigit():
         return DraftVocab(_listed(Path(choice), vocab_size), choice)
@@ -59,26 +59,26 @@ def check_count(count: int, vocab_size: int) -> None:
 
 
 def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> tuple[DrafterParams, DrafterConfig]:
-    """Narrow a drafter to those of these tokens that it can propose. Raises InputError if there are none.
+    """Narrow a drafter's head to the tokens of a vocabulary. Raises InputError if it can propose none of them.
 
-    Example: of a drafter whose vocabulary is the tokens 4 7 9, narrowed to 9 3 4, the head keeps the columns of 4 and
-    9, and draft_to_target is [4, 9].
+    Example: a drafter whose vocabulary is the tokens 4 7 9, narrowed to 9 3 4, keeps the columns of 4 and 9, and its
+    draft_to_target is [4, 9].
     """
-    before = (
+    token_ids = (
         np.arange(config.draft_vocab_size) if params.draft_to_target is None else np.asarray(params.draft_to_target)
     )
-    kept = np.flatnonzero(np.isin(before, vocab.token_ids))
-    if not len(kept):
+    columns = np.flatnonzero(np.isin(token_ids, vocab.token_ids))
+    if not len(columns):
         raise InputError(
             f"none of the {len(vocab.token_ids)} tokens by {vocab.source} is one the drafter can propose", "draft_vocab"
         )
     assert not isinstance(params.lm_head, SplitMatrix)  # narrowed before it is split
     narrowed = dataclasses.replace(
         params,
-        lm_head=take_outputs(params.lm_head, kept),
-        draft_to_target=jnp.asarray(before[kept], jnp.int32),
+        lm_head=take_outputs(params.lm_head, columns),
+        draft_to_target=jnp.asarray(token_ids[columns], jnp.int32),
     )
-    return narrowed, dataclasses.replace(config, draft_vocab_size=len(kept))
+    return narrowed, dataclasses.replace(config, draft_vocab_size=len(columns))
 
 
 def _listed(path: Path, vocab_size: int) -> tuple[int, ...]:
@@ -92,20 +92,16 @@ def _listed(path: Path, vocab_size: int) -> tuple[int, ...]:
         raise InputError(
             f"{path} is not a draft vocabulary: expected a JSON list of token ids, each in 0..{vocab_size - 1}"
         )
-    return _unique(ids)
-
-
-def _unique(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
 def first_of(preferred: Iterable[int], vocab_size: int, count: int) -> tuple[int, ...]:
     """Return `count` tokens: the preferred ones, then all others by id."""
-    return _unique([*preferred, *range(vocab_size)])[:count]
+    return tuple(dict.fromkeys([*preferred, *range(vocab_size)]))[:count]
 
 
 def by_frequency(counts: np.ndarray) -> list[int]:
-    """List every token with a count above 0, the most frequent first, then by id. counts [V]."""
+    """List the tokens with a count above 0, the most frequent first, then by id. counts [V]."""
     return [int(token) for token in np.argsort(-counts, kind="stable") if counts[token] > 0]
 
 
@@ -121,27 +117,27 @@ class Coverage:
     """The share of a text that a narrowed drafter can propose."""
 
     frac: float  # of the tokens
-    acceptance_limit: float  # acceptance length of a drafter that proposes each of them right, and no other
+    acceptance_limit: float  # acceptance length if it proposes all of them right
     num_drafts: int  # K of that limit
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Example: 83.1% of the tokens, so at most 3.42 tokens a step at K = 7."""
         return f"{self.frac:.1%} of the tokens, so at most {self.acceptance_limit:.2f} a step at K = {self.num_drafts}"
 
 
 def coverage(texts: Iterable[np.ndarray], token_ids: Sequence[int] | np.ndarray, num_drafts: int) -> Coverage:
-    """Measure how much of a target's text the tokens of a draft vocabulary cover.
+    """Measure how much of a target's texts the tokens of a draft vocabulary cover.
 
-    A step commits the tokens up to the next one that cannot be proposed, at most num_drafts, and one more, which is the
-    target's own. Example: of a text c c u c, c covered and u not, K = 3 takes two steps: c c u, and c.
+    A step commits the tokens up to the next one that cannot be proposed, at most num_drafts, and one token of the
+    target's own. Example: for a text c c u c, c covered and u not, K = 3 takes two steps: c c u, and c.
     """
     covered = tokens = steps = 0
     for text in texts:
         known = np.isin(text, token_ids)
         covered, tokens = covered + int(known.sum()), tokens + len(text)
         others = np.append(np.flatnonzero(~known), len(text))
-        place = 0
-        while place < len(text):
-            place = min(place + num_drafts, int(others[np.searchsorted(others, place)])) + 1
+        position = 0
+        while position < len(text):
+            position = min(position + num_drafts, int(others[np.searchsorted(others, position)])) + 1
             steps += 1
     return Coverage(covered / max(tokens, 1), tokens / max(steps, 1), num_drafts)

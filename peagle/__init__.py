@@ -1,4 +1,4 @@
-"""Lossless speculative decoding of GPT-OSS models with a P-EAGLE drafter, in JAX.
+"""Lossless speculative decoding of GPT-OSS models with P-EAGLE drafters, in JAX.
 
 import peagle
 
@@ -10,9 +10,9 @@ for piece in pair.stream("def mean(values): ..."):
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from peagle.ops.jax_cure import apply as _apply_jax_cure
+from peagle.ops import jax_workaround as _jax_workaround
 
-_apply_jax_cure()
+_jax_workaround.apply()
 
 if TYPE_CHECKING:
     from peagle.config import EngineConfig, LoadConfig, SamplingParams
@@ -26,23 +26,18 @@ if TYPE_CHECKING:
     from peagle.result import Result
     from peagle.stream import AsyncStream, Stream
 
-# name -> its module, imported on first use (PEP 562), so that `import peagle` takes milliseconds
-_EXPORTS = {
-    "AsyncStream": "peagle.stream",
-    "Engine": "peagle.engine.engine",
-    "EngineConfig": "peagle.config",
-    "LoadConfig": "peagle.config",
-    "EngineError": "peagle.engine.engine",
-    "Grammar": "peagle.engine.grammar",
-    "InputError": "peagle.ops.errors",
-    "InputWarning": "peagle.ops.errors",
-    "Pair": "peagle.pair",
-    "Result": "peagle.result",
-    "Request": "peagle.engine.request",
-    "SamplingParams": "peagle.config",
-    "Stream": "peagle.stream",
-    "TokenChunk": "peagle.engine.request",
-    "load": "peagle.loading",
+# Modules of the public names. They are imported on first use (PEP 562), so that `import peagle` takes milliseconds.
+_MODULES = {
+    "peagle.config": ("EngineConfig", "LoadConfig", "SamplingParams"),
+    "peagle.engine.engine": ("Engine",),
+    "peagle.engine.grammar": ("Grammar",),
+    "peagle.engine.handle": ("EngineError",),
+    "peagle.engine.request": ("Request", "TokenChunk"),
+    "peagle.loading": ("load",),
+    "peagle.ops.errors": ("InputError", "InputWarning"),
+    "peagle.pair": ("Pair",),
+    "peagle.result": ("Result",),
+    "peagle.stream": ("AsyncStream", "Stream"),
 }
 
 __all__ = [
@@ -65,9 +60,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'peagle' has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'peagle' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

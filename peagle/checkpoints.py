@@ -1,4 +1,4 @@
-"""Checkpoint directories by the names that people type, and drafters without weights."""
+"""Resolve the names that people type to checkpoint directories and to drafters without weights."""
 
 import dataclasses
 import warnings
@@ -23,29 +23,27 @@ HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's tr
 
 @dataclass(frozen=True)
 class Weightless:
-    """A drafter without weights, chosen by its name."""
+    """A drafter without weights."""
 
     make: Callable[[], Drafter]
     speculation: Speculation
 
 
-WEIGHTLESS = {
-    NGRAM: Weightless(NGram, Speculation()),
-}
+WEIGHTLESS = {NGRAM: Weightless(NGram, Speculation())}  # by name
 
 
 def or_demo(name: str | None) -> str:
-    """Return a name as typed, or the demo's for None. Raises InputError for an empty one, as from an unset variable."""
+    """Return the name, or the demo's for None. Raises InputError for an empty name, as from an unset variable."""
     if name == "":
         raise InputError("a target's or a drafter's name is empty; expected a directory or a name, or leave it out")
     return DEMO if name is None else name
 
 
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
-    """Return the directory of a name: the demo's, the path itself, or OWNER/NAME in the local Hugging Face cache.
+    """Return the directory of a name: the demo's, a path, or OWNER/NAME in the local Hugging Face cache.
 
-    A drafter may be named by its training folder. Downloads nothing. Raises InputError without a demo, and for an
-    OWNER/NAME that is neither a path nor in the cache.
+    The path of a training's folder means its drafter. Downloads nothing. Raises InputError if the package has no demo,
+    and for an OWNER/NAME that is neither a path nor in the cache.
     """
     if name in DEMO_DRAFTERS and part == "drafter":
         directory = DEMO_DIRECTORY / DEMO_DRAFTERS[str(name)]
@@ -72,9 +70,9 @@ def target_folder(name: str) -> Path | None:
 
 
 def name_for_others(target: str | None) -> str | None:
-    """Name a target for programs with another working directory: an absolute path, or OWNER/NAME as it is.
+    """Name a target for programs with another working directory: an absolute path, or OWNER/NAME.
 
-    None if it is neither.
+    None for a name that is not on this machine.
     """
     if target is None or is_name(target):
         return target
@@ -83,7 +81,7 @@ def name_for_others(target: str | None) -> str | None:
 
 
 def drafter_folder(directory: Path) -> Path:
-    """Return the drafter's folder within a training folder, with a warning that names it; any other folder as it is.
+    """Return the drafter's folder within a training's folder, with a warning; return any other folder unchanged.
 
     Raises InputError for a training that has not written its drafter yet.
     """
@@ -97,7 +95,7 @@ def drafter_folder(directory: Path) -> Path:
 
 
 def another_target(drafter_directory: Path, target_directory: Path) -> str | None:
-    """Return a warning if a drafter was trained for another target, by the record beside it; else None."""
+    """Return a warning if the recipe beside a drafter says that it was trained for another target; else None."""
     from drafter.trained import RECIPE, trained_for
 
     if trained_for(drafter_directory) in (None, fingerprint(target_directory)):
@@ -109,9 +107,9 @@ def another_target(drafter_directory: Path, target_directory: Path) -> str | Non
 
 
 def refuse_other_architecture(target_directory: Path) -> None:
-    """Raise InputError for a directory that is no checkpoint, or one of another architecture. Reads config.json alone.
+    """Raise InputError for a directory that is no checkpoint, or one of another architecture. Reads only config.json.
 
-    Files in the layout of openai's `original/` name none.
+    Files in the layout of openai's `original/` name no architecture and pass.
     """
     from target.dialects import expect_gpt_oss
 
@@ -129,7 +127,7 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     if drafter is None or drafter in WEIGHTLESS:
         return None
     if drafter in DEMO_DRAFTERS and target != DEMO:
-        refuse_other_architecture(resolve(target, "target"))  # which no drafter fits
+        refuse_other_architecture(resolve(target, "target"))  # its message is the better one
         raise InputError(
             f"the target {target} needs its own drafter (the demo's drafters fit only the demo target); give "
             "--drafter DIR, or --drafter ngram, which needs no weights"
@@ -143,9 +141,9 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
 
 
 def speculation_of(drafter: str | Path | None, directory: Path | None) -> Speculation:
-    """Return how a drafter drafts by "auto": by the file beside it, or the default.
+    """Return the settings of K "auto": those of the drafter's speculation.json, or the defaults.
 
-    directory: of `drafter_path`. Raises InputError for an unreadable file.
+    directory: from `drafter_path`. Raises InputError for an unreadable file.
     """
     if drafter in WEIGHTLESS:
         return WEIGHTLESS[str(drafter)].speculation
@@ -153,7 +151,7 @@ def speculation_of(drafter: str | Path | None, directory: Path | None) -> Specul
 
 
 def drafter_speculation(drafter_directory: Path) -> Speculation:
-    """Return how a drafter with weights drafts by "auto", at most a block. Reads no weights."""
+    """Return the settings of K "auto" for a drafter with weights, within its block. Reads no weights."""
     from drafter.dialects import parse_config
 
     speculation = read_speculation(drafter_directory)

@@ -1,8 +1,8 @@
 """Every setting of the system, declared and checked once. Without JAX.
 
 SamplingParams: how tokens are sampled. LoadConfig: which models, and how they are loaded. EngineConfig: how requests
-are decoded. Each is a group of command-line options, keyword arguments of the Python interface and a section of
-configuration files. The docstring below a field is the help of its flag.
+are decoded. Each is a group of command-line options, of keyword arguments in Python and of keys in configuration files.
+The docstring below a field is the help of its flag.
 """
 
 import dataclasses
@@ -32,21 +32,25 @@ from peagle.ops.sizes import PrefixCacheSize, parse_size
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or unsigned, as OpenAI and vLLM take them
 MOST_BIASES = 300  # per slot; the limit of OpenAI's API
-GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
-HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
+GREEDY_BELOW = 1e-5  # temperature; at 1e-5 the smallest difference of two float32 logits near 10 becomes 0.1
+HOTTEST = 1e30  # temperature; float32 holds it and its reciprocal, by which XLA multiplies
 LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
 DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens per prefill pass; a GPU multiplies more rows in the same time
-MOST_SLOTS = 1 << 16  # more than any memory holds; a larger number is a slip
-MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
+MOST_SLOTS = 1 << 16  # more than any memory holds
+MAX_NUM_DRAFTS = 128  # no acceptance length pays for a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
-MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
-KEPT_PREFIXES = (  # the help of --prefix-cache in commands with many requests
+MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # characters
+KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
     "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more "
     "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
 )
 AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to pay (peagle.engine.widths)
 NumDrafts = int | str | None  # K, or auto, or auto:N (`most_by_auto`)
+DtypeName = Literal["float32", "bfloat16"]
+ExpertsChoice = Literal["auto", "packed", "expanded"]
+KernelsChoice = Literal["auto", "native", "xla"]
+Reduction = Literal["ordered", "psum"]
 
 
 def read_bias(typed: str) -> tuple[int, float]:
@@ -59,9 +63,6 @@ def read_bias(typed: str) -> tuple[int, float]:
         raise InputError(message, "logit_bias") from None
 
 
-read_layers = layers_reader("aux_layer_ids")
-
-
 def read_num_drafts(typed: str) -> NumDrafts:
     """Read K: a number, auto or auto:N. Raises InputError for anything else."""
     try:
@@ -72,7 +73,7 @@ def read_num_drafts(typed: str) -> NumDrafts:
 
 
 def most_by_auto(typed: str) -> int | None:
-    """Return N, the most drafts of a step, of auto:N; None for auto, which decides it. Raises InputError otherwise."""
+    """Return N, the most drafts of a step, of auto:N; None for auto. Raises InputError for anything else."""
     auto, colon, most = typed.partition(":")
     if auto != AUTO or (colon and not (most.isascii() and most.removeprefix("-").isdecimal())):
         message = f"K is {typed!r}; expected a number of drafted tokens, auto, or auto:N for at most N of them"
@@ -84,7 +85,7 @@ def most_by_auto(typed: str) -> int | None:
 
 
 def named_drafts(k: NumDrafts) -> int | None:
-    """Return the drafts of a step that K names, all of them or the most; None: the drafter's files decide."""
+    """Return the drafts of a step, or the most, that K sets; None: the drafter's files decide."""
     return most_by_auto(k) if isinstance(k, str) else k
 
 
@@ -117,7 +118,7 @@ def read_prefix_cache(typed: str) -> PrefixCacheSize | None:
 
 
 def read_kept_prefixes(typed: str) -> PrefixCacheSize:
-    """Read bytes, on or off, in commands with many requests: auto is on. Raises InputError for anything else."""
+    """Read bytes, on or off, for commands with many requests: auto is on. Raises InputError for anything else."""
     size = read_prefix_cache(typed)
     return "on" if size is None else size
 
@@ -130,7 +131,7 @@ def _read_size(typed: str, field: str, others: str) -> int:
 
 
 def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
-    """Raise InputError for an impossible K; plain: K = 0 is possible. instead: ends the message."""
+    """Raise InputError for an impossible K. plain: K = 0 is possible. instead: the end of the message."""
     if not (0 if plain else 1) <= k <= MAX_NUM_DRAFTS:
         least = "0 (plain decoding)" if plain else "1"
         message = f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}"
@@ -138,7 +139,7 @@ def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
 
 
 def check_block(num_drafts: int, most_drafts: int | None, drafter: str = "the drafter") -> None:
-    """Raise InputError for more drafts than a drafter's block has. most_drafts None: any number."""
+    """Raise InputError for more drafts than a DFlash block has. most_drafts None: any number is possible."""
     if most_drafts is not None and num_drafts > most_drafts:
         raise InputError(
             f"K is {num_drafts}; expected at most {most_drafts}, since a block of {drafter} has {most_drafts + 1} "
@@ -198,10 +199,10 @@ def field_types(kind: type[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one request.
+    """How one request is sampled.
 
-    All of it acts on the target's logits, before acceptance: min_tokens, biases and penalties (peagle.engine.adjust),
-    then temperature, top-k, top-p, min-p. Random numbers depend only on (seed, the request's index, position): never on
+    Everything acts on the target's logits, before acceptance: min_tokens, biases and penalties (peagle.engine.adjust),
+    then temperature, top-k, top-p, min-p. Random numbers depend only on (seed, the request's index, position), never on
     other requests, slot or time.
     """
 
@@ -227,35 +228,24 @@ class SamplingParams:
     """Allow no stop token before N tokens are generated."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= HOTTEST:
-            raise InputError(
-                f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g}",
-                "temperature",
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more", "top_k")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)", "top_p")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1", "min_p")
-        if not SMALLEST_SEED <= self.seed <= LARGEST_SEED:
-            raise InputError(
-                f"seed is {self.seed}; expected an integer of 64 bits, {SMALLEST_SEED}..{LARGEST_SEED}", "seed"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not -LARGEST_PENALTY <= value <= LARGEST_PENALTY:
-                raise InputError(
-                    f"{name.replace('_', ' ')} is {value}; expected a number from {-LARGEST_PENALTY:g} to "
-                    f"{LARGEST_PENALTY:g}",
-                    name,
-                )
-        if not 1 / HOTTEST <= self.repetition_penalty <= HOTTEST:
-            raise InputError(
-                f"repetition penalty is {self.repetition_penalty}; expected a number from {1 / HOTTEST:g} to "
-                f"{HOTTEST:g} (1 is off)",
-                "repetition_penalty",
-            )
+        smallest, largest, penalty = 1 / HOTTEST, HOTTEST, LARGEST_PENALTY
+        penalties = f"a number from {-penalty:g} to {penalty:g}"
+        greedy_or_hotter = f"a number between 0 (greedy) and {largest:g}"
+        bits = f"an integer of 64 bits, {SMALLEST_SEED}..{LARGEST_SEED}"
+        off_at_1 = f"a number from {smallest:g} to {largest:g} (1 is off)"
+        for name, label, valid, expected in (
+            ("temperature", "temperature is", 0 <= self.temperature <= largest, greedy_or_hotter),
+            ("top_k", "top-k is", 0 <= self.top_k < 2**31, "0 (off) or more"),
+            ("top_p", "top-p is", 0 < self.top_p <= 1, "a number above 0 and at most 1 (off)"),
+            ("min_p", "min-p is", 0 <= self.min_p <= 1, "a number from 0 (off) to 1"),
+            ("seed", "seed is", SMALLEST_SEED <= self.seed <= LARGEST_SEED, bits),
+            ("presence_penalty", "presence penalty is", abs(self.presence_penalty) <= penalty, penalties),
+            ("frequency_penalty", "frequency penalty is", abs(self.frequency_penalty) <= penalty, penalties),
+            ("repetition_penalty", "repetition penalty is", smallest <= self.repetition_penalty <= largest, off_at_1),
+            ("min_tokens", "min tokens are", 0 <= self.min_tokens < 2**31, "0 (off) or more"),
+        ):
+            if not valid:
+                raise InputError(f"{label} {getattr(self, name)}; expected {expected}", name)
         if len(self.logit_bias) > MOST_BIASES:
             raise InputError(
                 f"logit bias is set for {len(self.logit_bias)} tokens; expected at most {MOST_BIASES}", "logit_bias"
@@ -270,8 +260,6 @@ class SamplingParams:
                     f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
                     "logit_bias",
                 )
-        if not 0 <= self.min_tokens < 2**31:
-            raise InputError(f"min tokens are {self.min_tokens}; expected 0 (off) or more", "min_tokens")
 
     @property
     def adjusts(self) -> bool:
@@ -318,7 +306,7 @@ def check_logprobs(count: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """What ends an answer, and which log-probabilities it reports."""
+    """When an answer ends, and which log-probabilities it has."""
 
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
     """Maximum tokens of a response."""
@@ -345,7 +333,7 @@ class LoadConfig:
     drafter: Annotated[str | None, Flag(MODEL, "DIR|ngram")] = None
     """P-EAGLE, EAGLE-3 or DFlash checkpoint; ngram: prompt lookup, without weights; demo-eagle3, demo-dflash: the
     demo's other drafters. Default: the demo's P-EAGLE."""
-    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=read_layers)] = None
+    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
     """Target layers (0-based) whose outputs the drafter reads. Default: as in the drafter's config.json."""
     download: Annotated[bool, Flag(MODEL)] = False
     """Download checkpoints named OWNER/NAME from the Hugging Face Hub unless they are in its local cache. Without it,
@@ -358,16 +346,16 @@ class LoadConfig:
     retain_full_kv: Annotated[bool, Flag(ENGINE)] = False
     """Keep all positions in sliding-window layers: more memory, but a prompt reuses any cached prefix, not only one up
     to the end of a chunk, prompt or turn."""
-    dtype: Annotated[Literal["float32", "bfloat16"] | None, Flag(MACHINE, "DTYPE")] = None
+    dtype: Annotated[DtypeName | None, Flag(MACHINE, "DTYPE")] = None
     """Compute in float32 or bfloat16. Default: float32 on CPU, bfloat16 elsewhere."""
-    experts: Annotated[Literal["auto", "packed", "expanded"], Flag(MACHINE, "LAYOUT")] = "auto"
+    experts: Annotated[ExpertsChoice, Flag(MACHINE, "LAYOUT")] = "auto"
     """packed: keep MXFP4 in memory; expanded: dequantise at load; auto: the fastest that fits."""
-    kernels: Annotated[Literal["auto", "native", "xla"], Flag(MACHINE, "KIND")] = "auto"
+    kernels: Annotated[KernelsChoice, Flag(MACHINE, "KIND")] = "auto"
     """native: the compiled kernels, or an error; xla: XLA's own code; auto: native if they run here."""
     mesh: Annotated[str | None, Flag(MACHINE, "tp=N,ep=N,dp=N")] = None
     """Shard the target over tp x ep devices: heads, caches and vocabulary over all, each expert over tp, the set of
     experts over ep. dp: that many replicas, each on its own devices, share the slots. Default: one device."""
-    reduce: Annotated[Literal["ordered", "psum"], Flag(MACHINE, "HOW")] = "ordered"
+    reduce: Annotated[Reduction, Flag(MACHINE, "HOW")] = "ordered"
     """How devices sum. ordered: in rank order, so that verifying equals decoding bit for bit; psum: all-reduce."""
     coordinator: Annotated[str | None, Flag(MACHINE, "HOST:PORT")] = None
     """Address at which process 0 waits for the others; PORT alone: this machine. --mesh then spans the devices of all
@@ -379,14 +367,14 @@ class LoadConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `peagle.load`, without the models."""
+        """The keyword arguments of `peagle.load`."""
         beside = ("target", "drafter", "download", "coordinator", "process_id", "num_processes")
         return {name: value for name, value in vars(self).items() if name not in beside}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine decodes, as users set it. A pair decides the rest (`Pair.resolve`)."""
+    """How an engine decodes, as users set it. `Pair.resolve` decides the defaults."""
 
     num_speculative_tokens: Annotated[
         NumDrafts, Flag(SPECULATION, "K|auto|auto:N", ("-k", "--num-speculative-tokens"), read_num_drafts)
@@ -448,6 +436,7 @@ class EngineConfig:
         self._check_together()
 
     def _check_together(self) -> None:
+        """Check fields against each other; `ResolvedConfig` replaces these checks."""
         if self.prefill == "blocked" and self.prefill_chunk is not None:
             raise InputError(
                 "prefill is blocked, of a whole prompt at once, and --prefill-chunk is given; leave out one of them",
@@ -458,5 +447,5 @@ class EngineConfig:
 
     @property
     def blocked(self) -> BlockedPrefill | None:
-        """The blocks of a prompt that is prefilled at once; None: in chunks."""
+        """The blocks of a prompt that is prefilled in one pass; None: chunks."""
         return BlockedPrefill(self.query_blocks, self.ffn_blocks) if self.prefill == "blocked" else None

@@ -23,9 +23,9 @@ class AuxLayers:
     """The layers of a target whose outputs a drafter reads."""
 
     outputs: tuple[int, ...]
-    description: str  # the layers and their source, in words
-    doubt: str | None = None  # a warning, if the ids look like another convention's
-    reread: bool = False  # the ids of config.json fit only by the other convention, and are read by it
+    description: str  # the layers and the source of their ids
+    doubt: str | None = None  # a warning that the ids may follow another convention
+    reread: bool = False  # the ids of config.json fit only if they are inputs, and are read so
 
 
 def check_fit(
@@ -58,7 +58,7 @@ def fitting_aux_layers(
     drafter_name: str | Path,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> AuxLayers:
-    """See `check_fit`; the names are for messages."""
+    """See `check_fit`. target_name, drafter_name: for messages."""
     from drafter.dialects import TOP_AUX_LAYERS, default_dflash_layers, named_aux_layers, parse_config
     from target.config import default_aux_layer_ids
 
@@ -114,7 +114,7 @@ def fitting_aux_layers(
 def describe_aux_layers(
     outputs: Sequence[int] | None, named: Sequence["NamedAuxLayers"], by_option: bool = False
 ) -> str:
-    """Describe the aux layers of a drafter (None: the target's default) and their source."""
+    """Describe the aux layers of a drafter (None: the target's default) and the source of their ids."""
     which = "outputs" if outputs is None else f"outputs {', '.join(map(str, outputs))}"
     if not named:
         return f"{which}, given" if by_option else f"{which} by the target's default, as config.json names none"
@@ -125,9 +125,9 @@ def describe_aux_layers(
 def doubtful_aux_layers(
     named: Sequence["NamedAuxLayers"], drafter_name: str | Path, num_layers: int | None = None
 ) -> str | None:
-    """Warn if the ids in config.json look like the other convention's, or several keys disagree.
+    """Return a warning if the ids in config.json may follow the other convention, or if several keys disagree.
 
-    Returns a line, or None. num_layers: the target's, if known.
+    num_layers: the target's, if known.
     """
     if not named:
         return None
@@ -143,8 +143,8 @@ def doubtful_aux_layers(
     for other in named[1:]:
         if other.outputs != used.outputs:
             return line(f"{other.key} {list(other.ids)}, which are {other.meaning}, name others", other.outputs)
-    # all known defaults begin with the output of layer 1, the input of layer 2; some exporters write inputs instead of
-    # outputs, so ids that begin elsewhere may be inputs
+    # all known defaults begin with the output of layer 1, which is the input of layer 2. Some exporters write inputs
+    # under a key for outputs, or the reverse: ids that begin with another layer raise the doubt
     if used.certain:
         return None
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
@@ -160,7 +160,7 @@ def doubtful_aux_layers(
 
 
 def chosen_window(drafter_directory: Path | None, window: int | str) -> int | Literal["off"] | None:
-    """Read the window option, or the window in speculation.json; None: neither, so config.json decides.
+    """Read the window of the option, or of speculation.json; None: neither has one, so config.json decides.
 
     Raises InputError for a malformed window, and for a window without a drafter.
     """
@@ -190,7 +190,7 @@ def parse_window(window: int | str) -> int | Literal["off"]:
 def windowed(
     config: "DrafterConfig", window: int | Literal["off"] | None, *, by_option: bool
 ) -> tuple["DrafterConfig", str]:
-    """Return the config with this window in every layer (None: unchanged), and a description with its source."""
+    """Return (the config with this window in every layer, a description). None: the windows of the config."""
     if window is None:
         return config, describe_windows(config)
     source = "given" if by_option else f"by {SPECULATION_FILE}"
@@ -200,10 +200,7 @@ def windowed(
 
 
 def describe_windows(config: "DrafterConfig") -> str:
-    """Describe how far a drafter's layers see by its config.json.
-
-    Example: 2048 positions in 3 of 4 layers, by config.json.
-    """
+    """Describe the windows in a drafter's config.json: 2048 positions in 3 of 4 layers, by config.json."""
     windows = [window for window in config.windows or () if window is not None]
     if not windows:
         return f"{OFF}, by default: no file names one"
@@ -212,7 +209,7 @@ def describe_windows(config: "DrafterConfig") -> str:
 
 
 def warn_of_windows(config: "DrafterConfig", max_positions: int) -> None:
-    """Warn of a window wider than all positions of the target."""
+    """Warn if a window is wider than the target's positions."""
     if (widest := max((window or 0 for window in config.windows or ()), default=0)) > max_positions:
         warnings.warn(
             f"the drafter's window of {widest} positions is larger than the target's {max_positions}, so it hides "

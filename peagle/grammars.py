@@ -10,16 +10,16 @@ from peagle.text.tokenizer import Tokenizer
 
 
 class Grammars:
-    """Grammars over the tokens of a target. Thread-safe."""
+    """Compile grammars over the tokens of a target. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._vocabulary: Vocabulary | None = None
-        self._reading = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises InputError without one."""
+        """The target's tokenizer. Raises InputError if it has none."""
         if self._tokenizer is None:
             raise InputError(
                 "a grammar is about text, but the target's directory has no tokenizer.json; leave it out, or add the "
@@ -28,9 +28,12 @@ class Grammars:
         return self._tokenizer
 
     def read(self) -> Vocabulary:
-        """Return the target's tokens; read once, which takes a while. Raises InputError without a tokenizer."""
+        """Return the target's tokens. The first call reads them, which takes a while.
+
+        Raises InputError without a tokenizer.
+        """
         tokenizer = self.tokenizer
-        with self._reading:
+        with self._lock:
             if self._vocabulary is None:
                 tokens = [tokenizer.token_bytes(token) for token in range(self._vocab_size)]
                 control = [token for token in tokenizer.special_tokens if token < len(tokens)]
@@ -47,10 +50,10 @@ class Grammars:
     ) -> CompiledGrammar:
         """Compile a grammar; equal grammars are compiled once.
 
-        channels: the grammar is of the final message, in a vocabulary with channels (peagle.text.channels); None: any
-        text, with preambles. calls: functions that the answer may call instead, by name, with the JSON schemas of their
-        arguments; None: any text. must_call: it must call one. Raises GrammarError for calls in a vocabulary without
-        channels.
+        grammar None: any text, with preambles. channels: in a vocabulary with channels (peagle.text.channels) the
+        grammar is of the final message. calls: functions that the answer may call instead, by name, with the JSON
+        schemas of their arguments (None: any text). must_call: it must call one. Raises GrammarError for calls in a
+        vocabulary without channels.
         """
         tokenizer = self.tokenizer
         final = Grammar.any_text() if grammar is None else grammar
@@ -63,9 +66,9 @@ class Grammars:
         return self.read().compile(final)
 
     def begin(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
-        """Begin a grammar that was compiled with channels at the end of a prompt.
+        """Start a grammar that was compiled with channels at the end of a prompt.
 
-        A prompt without a message has no channels: the grammar applies to the whole answer.
+        After a prompt without messages an answer has no channels: the grammar is of the whole answer.
         """
         if not compiled.around:
             return compiled

@@ -1,7 +1,7 @@
-"""Checkpoints by their names on the Hugging Face Hub: in the local cache or, on request, downloaded.
+"""Find checkpoints of the Hugging Face Hub in the local cache, and download them on request.
 
-Only `remaining` and `fetch` use the network. They download safetensors weights, configurations and tokenizer files of
-the repository's top level: never code, never a pickle.
+Only `remaining` and `fetch` use the network. They download safetensors weights, configurations and tokenizer files from
+a repository's top level: no code, no pickle.
 """
 
 import os
@@ -30,15 +30,15 @@ FILES = (
     "model.safetensors.index.json",
     f"*{WEIGHTS}",
 )
-BELOW = "*/*"  # subfolders hold other formats of the same weights
+SUBFOLDERS = "*/*"  # they hold other formats of the same weights
 OFFLINE = "HF_HUB_OFFLINE"
-OURS = "ON"  # the value that `stay_offline` sets; users spell it differently
+OURS = "ON"  # the value that `stay_offline` sets; other values are the user's, and are obeyed
 BANS = (OFFLINE, "TRANSFORMERS_OFFLINE")
 
 
 @dataclass(frozen=True)
 class Remaining:
-    """Files of a repository that `fetch` would download: those not in the local cache."""
+    """The files of a repository that `fetch` would download, because the local cache lacks them."""
 
     name: str
     num_files: int
@@ -46,7 +46,7 @@ class Remaining:
 
 
 def is_name(name: str | Path) -> bool:
-    """Check whether a checkpoint is named as OWNER/NAME and is no existing path."""
+    """Check whether a name is OWNER/NAME and not an existing path."""
     return NAME.fullmatch(str(name)) is not None and not Path(name).exists()
 
 
@@ -60,11 +60,10 @@ def stay_offline() -> None:
 
 def cached(name: str) -> Path:
     """Return the snapshot of a repository in the local cache. Raises InputError if it is missing or incomplete."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True, allow_patterns=[*FILES], ignore_patterns=BELOW))
+        return Path(_snapshot(name, local_files_only=True))
     except LocalEntryNotFoundError:
         raise InputError(
             f"{name} is neither a directory nor, as a whole, in the local Hugging Face cache; expected a checkpoint: "
@@ -75,7 +74,7 @@ def cached(name: str) -> Path:
 def remaining(name: str) -> Remaining:
     """Look up on the Hub which files the local cache lacks.
 
-    Raises InputError if the Hub cannot be reached or refuses, or if there are no loadable weights.
+    Raises InputError if the Hub cannot be reached or refuses, or if the repository has no safetensors weights.
     """
     with _online(name), interrupt.waiting():
         files = _snapshot(name, dry_run=True, tqdm_class=_reporting(lambda _: None))
@@ -92,7 +91,7 @@ def fetch(what: Remaining, progress: Callable[[int, int], None]) -> None:
     """Download the missing files one by one, so that an interruption costs one file at most.
 
     Calls progress(bytes so far, all bytes) from another thread. Raises InputError as `remaining` does, and
-    KeyboardInterrupt after Ctrl-C; whole files stay.
+    KeyboardInterrupt after Ctrl-C; complete files stay.
     """
     with _online(what.name):
         _snapshot(what.name, max_workers=1, tqdm_class=_reporting(lambda done: progress(done, what.num_bytes)))
@@ -107,11 +106,11 @@ def cache() -> Path:
 def _snapshot(name: str, **options: Any) -> Any:
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(name, allow_patterns=[*FILES], ignore_patterns=BELOW, **options)
+    return snapshot_download(name, allow_patterns=[*FILES], ignore_patterns=SUBFOLDERS, **options)
 
 
 def _reporting(report: Callable[[int], None]) -> type:
-    """Make the Hub client's progress bar: it shows nothing, and reports bytes."""
+    """Make a progress bar for the Hub's client that shows nothing and reports bytes."""
     from huggingface_hub.utils import tqdm
 
     class Reporting(tqdm):  # type: ignore[misc]
@@ -122,7 +121,7 @@ def _reporting(report: Callable[[int], None]) -> type:
 
         def update(self, n: int | float | None = 1) -> None:
             interrupt.check()
-            if self._counts:  # the client has two bars, bytes received and bytes written, nearly equal
+            if self._counts:  # two bars count bytes, received and written: each reports its own sum, nearly equal
                 self._so_far += int(n or 0)
                 report(self._so_far)
 
@@ -131,7 +130,7 @@ def _reporting(report: Callable[[int], None]) -> type:
 
 @contextmanager
 def _online(name: str) -> Iterator[None]:
-    """Let the Hub's client use the network within, and turn its errors into one line.
+    """Let the Hub's client use the network; raise its errors as InputErrors of one line.
 
     Raises InputError if the environment forbids the network.
     """
@@ -144,7 +143,7 @@ def _online(name: str) -> Iterator[None]:
             raise InputError(
                 f"{variable}={value} in the environment forbids to fetch {name}; unset it, or leave --download out"
             )
-    failures: Any = (OSError, ValueError, *HfHubHTTPError.__bases__)  # the bases: the HTTP client's own, OSError
+    failures: Any = (OSError, ValueError, *HfHubHTTPError.__bases__)  # the bases are the HTTP client's errors
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
     try:
         yield

@@ -1,6 +1,6 @@
-"""Load checkpoints as a `Pair`: read both models, check that they fit each other and memory, choose kernels.
+"""Load checkpoints as a `Pair`: read both models, check that they fit each other and the memory, choose kernels.
 
-Start at `load`. Besides workflows/ and the commands, only this module of peagle/ imports target/ and drafter/.
+Besides workflows/, fit.py, checkpoints.py and the commands, only this module of peagle/ imports target/ and drafter/.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +18,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from peagle.checkpoints import DEMO, WEIGHTLESS, another_target, drafter_path, resolve, speculation_of
-from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK
+from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK, DtypeName, ExpertsChoice, KernelsChoice, Reduction
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.remote import Lead
 from peagle.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
 from peagle.ops import cuda
-from peagle.ops.attention import CacheGroup, PagedCache, Pages
+from peagle.ops.attention import CacheGroup
 from peagle.ops.checkpoint import fingerprint
+from peagle.ops.collectives import Ranks
 from peagle.ops.errors import InputError, InputWarning, cannot_start
-from peagle.ops.kernels import Implementation, for_weights
-from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.linear import PackedMatrix
-from peagle.ops.memory import refuse_too_large, size_in_words, tree_bytes
-from peagle.ops.messages import VerifyOutput
+from peagle.ops.kernels import Implementation, describe_kernels, for_weights
+from peagle.ops.linear import PackedMatrix, SplitMatrix, split_outputs
+from peagle.ops.memory import format_size, refuse_too_large, tree_bytes
 from peagle.ops.native import available as native_available
 from peagle.pair import Loaded, Pair
-from peagle.parallel import MeshShape, Sharded, make_meshes, parse_mesh, ranks_of, replicate, shard
+from peagle.parallel import AXIS, MeshShape, Sharded, make_meshes, parse_mesh, replicate, shard
 from peagle.protocols import Drafter, Target
 from peagle.text.tokenizer import load_tokenizer
 
@@ -45,15 +44,10 @@ if TYPE_CHECKING:
     from target.model import GptOss
 
 MOST_STEPS_PER_DISPATCH = 24
-NO_STOP_TOKEN = (  # a warning, after the directory
+NO_STOP_TOKEN = (  # a warning, which follows the directory's name
     "no stop token is named in generation_config.json, config.json or the tokenizer's files, so every answer takes its "
     "whole budget; expected eos_token_id in generation_config.json"
 )
-
-
-DtypeName = Literal["float32", "bfloat16"]
-ExpertsChoice = Literal["auto", "packed", "expanded"]
-KernelsChoice = Literal["auto", "native", "xla"]
 
 
 def load(
@@ -67,7 +61,7 @@ def load(
     drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
     mesh: str | None = None,
-    reduce: Literal["ordered", "psum"] = "ordered",
+    reduce: Reduction = "ordered",
     retain_full_kv: bool = False,
     progress: Callable[[int, int], None] | None = None,
     lead: Lead | None = None,
@@ -75,27 +69,27 @@ def load(
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
 
         target           a directory, or "demo"; a directory of that name is "./demo"
-        drafter          a directory of P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" and "demo-dflash", the demo's others;
-                         "ngram", without weights; None: plain decoding only
+        drafter          a directory of P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" or "demo-dflash"; "ngram", without
+                         weights; None: plain decoding only
         dtype            default: float32 on CPU, bfloat16 elsewhere
         experts          "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto": the fastest that fits
-        kernels          "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto" uses them if
-                         they run (`peagle info`)
+        kernels          "native": the compiled kernels, or an error; "xla": XLA's own code; "auto": the compiled
+                         kernels if they run here (`peagle info`)
         draft_vocab      propose only this many of the most frequent tokens, or those in a file (drafter.vocabulary)
-        drafter_window   the drafter sees only this many latest positions, or all if "off"; "auto": the window in
+        drafter_window   sliding window of the drafter's attention, in positions; "off": none; "auto": the window in
                          speculation.json beside the drafter, else those of its config.json
-        aux_layer_ids    0-based target layers whose outputs the drafter reads, instead of those in its config.json
-        mesh             cut the target over devices, as "tp=2" or "tp=2,ep=4" (peagle.parallel); of the drafter only
-                         the head is cut, and each device has the rest. "dp=2": two such copies, which share the slots
-                         of an engine (`Pair.replicas`)
-        reduce           sum over devices "ordered", by rank, or by "psum", an all-reduce
-        retain_full_kv   windowed layers keep all positions, so that requests may continue anywhere in the prefix cache
+        aux_layer_ids    0-based target layers whose outputs the drafter reads; default: those in its config.json
+        mesh             shard the target over devices, as "tp=2" or "tp=2,ep=4" (peagle.parallel), and the drafter's
+                         head; the rest of the drafter is on each device. "dp=2": two such replicas, which share the
+                         slots of an engine (`Pair.replicas`)
+        reduce           sum over devices "ordered", in rank order, or by "psum", an all-reduce
+        retain_full_kv   windowed layers keep all positions, so that a prompt reuses any cached prefix
         progress         called with (bytes of the target read, total bytes) during the load
         lead             sends to the other processes of a mesh (peagle.workflows.follow)
 
     `Pair.loaded` describes the choices. Raises InputError for checkpoints that cannot be run, do not fit together, or
     exceed the memory; if possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map
-    look like another convention's, a window hides nothing, or there is no stop token.
+    may follow another convention, a window hides nothing, or there is no stop token.
     """
     from target.load import load_target
     from target.model import GptOss
@@ -132,7 +126,7 @@ def load(
         loaded=Loaded(
             dtype=dtype,
             experts=loaded.experts,
-            kernels=kernels_in_words() if kernels != "xla" else "XLA",
+            kernels=describe_kernels() if kernels != "xla" else "XLA",
             mesh=None if shape is None else f"{shape.devices} devices, {shape}",
         ),
         retain_full_kv=retain_full_kv,
@@ -172,28 +166,27 @@ def load_over(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> tuple[Sharded, "LoadedTarget"]:
-    """Load a target over the devices of a mesh, several ranks at once, each its own bytes (`peagle.parallel.shard`).
+    """Load a target over the devices of a mesh: several ranks at once, each reads its own bytes (`parallel.shard`).
 
-    With dp, over the devices of the first replica. Options and memory bound are those of target.load.load_target: on
-    CPU, where all ranks share memory, within 1.15 of their parts together.
+    With dp, over the devices of the first replica. options: those of target.load.load_target, whose bound on memory
+    holds for all ranks together. in_order: sum in rank order (peagle.ops.collectives.Ranks).
 
-    in_order: sum in rank order (peagle.ops.collectives.Ranks). Returns the target, and the loaded ranks with their
-    parameters side by side. Raises InputError, before any weights are read, for a model that cannot be cut so, or too
-    few devices.
+    Returns the target, and the loaded ranks with their parameters side by side. Raises InputError, before any weights
+    are read, for a model that cannot be sharded so, or too few devices.
     """
     from target.load import LoadedTarget, chosen_experts, inspect_target, load_target
     from target.model import GptOss
-    from target.shard import Place, check_ranks
+    from target.shard import Rank, check_ranks
 
     config = inspect_target(directory).config
     check_ranks(config, shape.tp, shape.ep)
     mesh = make_meshes(shape)[0]
-    # chosen once, because free memory differs between ranks
+    # resolved once: free memory changes while ranks load
     options["experts"] = chosen_experts(
         directory, options.get("dtype", jnp.float32), options.get("experts", "auto"), options.get("implementation")
     )
-    loaded: list[dict[str, Any]] = []  # what each rank loads besides the parameters
-    read: dict[int, float] = {}  # bytes read, as a share, by rank
+    loaded: list[dict[str, Any]] = []  # each rank's LoadedTarget without its parameters
+    read: dict[int, float] = {}  # share of the bytes that are read, by rank
     reporting = threading.Lock()
 
     def of_rank(rank: int, go_on: Callable[[], None]) -> GptOss:
@@ -204,9 +197,10 @@ def load_over(
                     read[rank] = done / total
                     progress(round(sum(read.values()) * total), len(mesh.local_devices) * total)
 
-        part = load_target(directory, place=Place(rank, shape.tp, shape.ep), progress=watch, **options)
+        part = load_target(directory, rank=Rank(rank, shape.tp, shape.ep), progress=watch, **options)
         loaded.append({name: value for name, value in vars(part).items() if name != "params"})
-        return GptOss(part.params, part.config, tuple(aux_layer_ids), retain_full_kv, ranks_of(shape, in_order))
+        ranks = Ranks(AXIS, shape.ranks, shape.ep, in_order)
+        return GptOss(part.params, part.config, tuple(aux_layer_ids), retain_full_kv, ranks)
 
     parts = shard(of_rank, mesh)
     kv_copies = max(shape.ranks // config.num_kv_heads, 1)
@@ -216,43 +210,39 @@ def load_over(
 def experts_in_memory(
     target: str | Path, dtype: DtypeName, experts: ExpertsChoice, kernels: KernelsChoice
 ) -> ExpertsChoice:
-    """Resolve "auto" here, for several processes that must choose alike. Raises InputError as `load` does."""
+    """Resolve experts "auto" on this machine, for processes that must all use one layout.
+
+    Raises InputError as `load` does.
+    """
     from target.load import chosen_experts
 
     return chosen_experts(resolve(target, "target"), jnp.dtype(dtype), experts, _implementation(kernels))
 
 
 @dataclass(frozen=True)
-class _TargetElsewhere:
+class _WithoutWeights:
     """The target of a pair that only makes requests; other processes hold its weights."""
 
     vocab_size: int
     max_positions: int
     cache_groups: tuple[CacheGroup, ...]
 
-    def init_pages(self, *_: Any, **__: Any) -> tuple[Pages, ...]:
-        raise self._refusal()
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise InputError("this target was read without its weights; expected a pair made by load")
 
-    def init_cache(self, *_: Any, **__: Any) -> PagedCache:
-        raise self._refusal()
-
-    def extend(self, *_: Any, **__: Any) -> tuple[VerifyOutput, PagedCache]:
-        raise self._refusal()
-
-    def _refusal(self) -> InputError:
-        return InputError("this target was read without its weights; expected a pair made by load")
+    init_pages = init_cache = extend = _refuse
 
 
 def without_weights(target: str | Path) -> Pair:
-    """Read what a target's requests need: tokenizer, vocabulary, positions and stop tokens."""
+    """Read what requests to a target need: tokenizer, vocabulary, positions and stop tokens."""
     from target.load import inspect_target
     from target.model import cache_groups
 
     directory = resolve(target, "target")
     files = inspect_target(directory)
     config = files.config
-    elsewhere = _TargetElsewhere(config.vocab_size, config.max_positions, cache_groups(config))
-    return Pair(elsewhere, elsewhere, None, load_tokenizer(directory), files.stop_token_ids)
+    model = _WithoutWeights(config.vocab_size, config.max_positions, cache_groups(config))
+    return Pair(model, model, None, load_tokenizer(directory), files.stop_token_ids)
 
 
 def _refuse_too_large(
@@ -263,21 +253,21 @@ def _refuse_too_large(
     implementation: Implementation | None,
     shape: MeshShape,
 ) -> None:
-    """Raise InputError, naming the smallest choice, for weights that exceed the memory.
+    """Raise InputError, naming the options that need least, for weights that exceed the memory.
 
-    Devices of a mesh share memory on CPU; elsewhere the first one is checked, which holds most.
+    On CPU the devices of a mesh share memory; elsewhere the first device is checked, which holds most.
     """
     from drafter.load import weight_bytes as drafter_bytes
     from target.load import inspect_target
     from target.load import weight_bytes as target_bytes
-    from target.shard import Place
+    from target.shard import Rank
 
     ranks = range(shape.ranks // jax.process_count() if jax.default_backend() == "cpu" else 1)
     replicas = shape.dp if jax.default_backend() == "cpu" else 1
 
     def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
         options: Any = {"dtype": jnp.dtype(dtype), "experts": experts, "implementation": implementation}
-        parts = (target_bytes(target_directory, **options, place=Place(rank, shape.tp, shape.ep)) for rank in ranks)
+        parts = (target_bytes(target_directory, **options, rank=Rank(rank, shape.tp, shape.ep)) for rank in ranks)
         sizes = {"the target": replicas * sum(parts)}
         if drafter_directory is not None:
             size = drafter_bytes(drafter_directory, jnp.dtype(dtype), implementation=implementation)
@@ -286,7 +276,7 @@ def _refuse_too_large(
 
     def least() -> str:
         packed = inspect_target(target_directory).mxfp4
-        size = size_in_words(sum(needed("bfloat16", "packed" if packed else "auto").values()))
+        size = format_size(sum(needed("bfloat16", "packed" if packed else "auto").values()))
         options = "--experts packed --dtype bfloat16" if packed else "--dtype bfloat16"
         return f"{options} takes the least, {size}; or take a smaller model"
 
@@ -302,9 +292,9 @@ def with_drafter(
     drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> Pair:
-    """Replace the drafter of a pair, as `load` would make it, without loading the target again.
+    """Give a pair another drafter, as `load` would, without loading the target again.
 
-    `target` must be the argument from which the pair was loaded. Raises InputError, and warns, as `load` does.
+    target: the argument that the pair was loaded with. Raises InputError, and warns, as `load` does.
     """
     from drafter.propose import drafter_of
     from drafter.vocabulary import narrow
@@ -313,8 +303,8 @@ def with_drafter(
     plain = pair.plain_target
     drafting = WEIGHTLESS[str(drafter)].make() if drafter in WEIGHTLESS else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
-    narrowed = window_in_words = drafted = None
-    print_of_drafter = "" if drafter is None else str(drafter)  # n-gram: no files
+    narrowed = window_description = drafted = None
+    drafter_fingerprint = "" if drafter is None else str(drafter)  # n-gram: no files
     speculation = speculation_of(drafter, drafter_directory)
     window = chosen_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
@@ -325,11 +315,11 @@ def with_drafter(
             params, config = narrow(params, config, vocab)
             drafted = vocab.token_ids
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
-        config, window_in_words = windowed(config, window, by_option=drafter_window != AUTO)
+        config, window_description = windowed(config, window, by_option=drafter_window != AUTO)
         warn_of_windows(config, plain.max_positions)
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
         reads = (None if layers is None else layers.outputs, config.windows, drafted)
-        print_of_drafter = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *reads)
+        drafter_fingerprint = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *reads)
         if (other := another_target(drafter_directory, target_directory)) is not None:
             warnings.warn(other, InputWarning, stacklevel=2)
     if layers is not None and layers.doubt is not None:
@@ -343,15 +333,15 @@ def with_drafter(
             pair.loaded,
             aux_layers=None if layers is None else layers.description,
             draft_vocab=narrowed,
-            drafter_window=window_in_words,
+            drafter_window=window_description,
         ),
         speculation=speculation,
-        fingerprints=Fingerprints(pair.fingerprints.target, print_of_drafter),
+        fingerprints=Fingerprints(pair.fingerprints.target, drafter_fingerprint),
     )
 
 
 def _drafting(pair: Pair, drafter: Drafter | None, aux_layer_ids: tuple[int, ...]) -> Pair:
-    """Give a pair another drafter, on its own devices, and a target with the aux_hidden that it reads."""
+    """Put a drafter on a pair's devices, and let the target return the aux_hidden that it reads."""
     plain = pair.plain_target
     with_aux = local_model(plain).replace(aux_layer_ids=aux_layer_ids)  # type: ignore[attr-defined]
     target = plain.replace(parts=with_aux) if isinstance(plain, Sharded) else with_aux  # type: ignore[attr-defined]
@@ -360,25 +350,29 @@ def _drafting(pair: Pair, drafter: Drafter | None, aux_layer_ids: tuple[int, ...
 
 
 def drafter_over(drafter: Drafter | None, mesh: Mesh) -> Drafter | None:
-    """Copy a drafter to the devices of a mesh; its head, if it has one, is cut (drafter.shard)."""
+    """Copy a drafter to the devices of a mesh; shard its head, if it has one, by vocabulary.
+
+    The head is most of what a drafter reads in a pass. Its layers are few and narrow: sharding them would save few
+    bytes, for two sums over ranks per layer.
+    """
     from drafter.params import DrafterParams
-    from drafter.shard import split
 
     params = getattr(drafter, "params", None)
-    if isinstance(params, DrafterParams) and mesh.size > 1:
-        drafter = drafter.replace(params=split(params, mesh))  # type: ignore[union-attr]
+    if isinstance(params, DrafterParams) and mesh.size > 1 and not isinstance(params.lm_head, SplitMatrix):
+        params = dataclasses.replace(params, lm_head=split_outputs(params.lm_head, mesh))
+        drafter = drafter.replace(params=params)  # type: ignore[union-attr]
     return replicate(drafter, mesh)
 
 
 def _digest(*parts: object) -> str:
-    """Hash what must be equal on both sides of a hand-off (peagle.engine.handoff)."""
+    """Hash values that must be equal on both sides of a hand-off (peagle.engine.handoff)."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _load_drafter(
     directory: Path, pair: Pair, target_directory: Path, aux_layer_ids: Sequence[int] | None
 ) -> "tuple[DrafterParams, DrafterConfig]":
-    """Load a drafter with weights, sharing the target's embedding and head if it has none of its own.
+    """Load a drafter with weights, which shares the target's embedding and head if it has none of its own.
 
     Raises InputError for weights that exceed the memory.
     """
@@ -390,7 +384,7 @@ def _load_drafter(
     if isinstance(target, Sharded) and jax.default_backend() == "cpu":
         size *= target.local_ranks * (1 + len(pair.replicas))  # all ranks share one memory
     refuse_too_large({f"the drafter {directory}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
-    embedding, lm_head = _ends(target, target_directory, dtype, directory)
+    embedding, lm_head = _embedding_and_head(target, target_directory, dtype, directory)
     return load_drafter(
         directory,
         dtype,
@@ -410,23 +404,22 @@ def local_model(target: Target) -> "GptOss":
     return model
 
 
-def _ends(
+def _embedding_and_head(
     target: Target, target_directory: Path, dtype: jnp.dtype, drafter_directory: Path
 ) -> tuple[jax.Array | None, jax.Array | PackedMatrix | None]:
     """Return the target's embedding and head, whole, for a drafter that may share them.
 
-    No rank of a target over a mesh holds all of them: they are read again if the drafter's files lack its own, else
-    None.
+    No rank of a sharded target holds the whole head: read both again if the drafter needs them, else return None.
     """
     from drafter.load import shared_tensors
-    from target.load import load_ends
+    from target.load import load_embedding_and_head
 
     params = local_model(target).params
     if not isinstance(target, Sharded):
         return params.embedding, params.lm_head
-    return (
-        load_ends(target_directory, dtype, params.implementation) if shared_tensors(drafter_directory) else (None, None)
-    )
+    if not shared_tensors(drafter_directory):
+        return None, None
+    return load_embedding_and_head(target_directory, dtype, params.implementation)
 
 
 def _aux_layers(
@@ -444,10 +437,7 @@ def _aux_layers(
 
 
 def _vocabulary(target_directory: Path, drafter_directory: Path | None, draft_vocab: int | str) -> "DraftVocab":
-    """Choose the draft vocabulary.
-
-    Raises InputError if it is impossible, or there is no head to narrow.
-    """
+    """Choose the draft vocabulary. Raises InputError if it is impossible, or there is no head to narrow."""
     from drafter.vocabulary import choose
     from target.load import inspect_target
 
@@ -463,10 +453,10 @@ def default_chunk() -> int:
 
 
 def steps_per_dispatch(num_bytes: int) -> int:
-    """Choose steps per dispatch on CPU so that they read about 640 MB of weights: 10 to 30 ms.
+    """Choose the steps per dispatch for a target of num_bytes of weights.
 
-    So the host's millisecond per dispatch does not count (for a step of 4 ms it was 8 %). One on other devices, whose
-    loop over steps would synchronise with the host after each.
+    On CPU so many that they read about 640 MB, in 10 to 30 ms, because a dispatch costs the host about a millisecond
+    (8 % of a step of 4 ms). On other devices 1: a loop over steps would synchronise with the host after each.
     """
     if jax.default_backend() != "cpu":
         return 1
@@ -476,7 +466,7 @@ def steps_per_dispatch(num_bytes: int) -> int:
 def _implementation(kernels: KernelsChoice) -> Implementation | None:
     """Choose the implementation of a pair's ops. Raises InputError if "native" is named and no kernels run here."""
     if kernels == "native" and not (native_available() or cuda.available()):
-        raise InputError(f"the native kernels do not run here: {kernels_in_words().removeprefix('XLA: ')}")
+        raise InputError(f"the native kernels do not run here: {describe_kernels().removeprefix('XLA: ')}")
     return "xla" if kernels == "xla" else for_weights()
 
 

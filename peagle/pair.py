@@ -39,26 +39,24 @@ from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
-DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
-FORMER_NAMES = {"kv_memory_bytes": "kv_memory", "prefix_cache_bytes": "prefix_cache"}  # of options of `stream`
+FORMER_NAMES = {"kv_memory_bytes": "kv_memory", "prefix_cache_bytes": "prefix_cache"}  # former: current option
 DRAFT_SAMPLING = "draft sampling has no effect: requests with a temperature always draw their drafts"
 CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are compiled
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions(AnswerConfig):
-    """Options of one answer.
+    """Options of one answer. logprobs: how many of the likeliest tokens `Result.logprobs` lists per token.
 
-    grammar: of the whole answer, or of its final message in a template with channels. stop: the answer ends before the
-    first of these strings. logprobs: how many of the likeliest tokens `Result.logprobs` lists per emitted one.
+    grammar: of the whole answer, or of its final message in a template with channels.
     """
 
     grammar: Grammar | None = None
 
 
-def _by_names_of_today(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate former names of `stream`'s options. Raises InputError if both names of an option are used."""
+def _with_current_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace former names of `stream`'s options. Raises InputError if both names of an option are used."""
     renamed = dict(options)
     for former, name in FORMER_NAMES.items():
         if former in renamed:
@@ -72,38 +70,35 @@ def _by_names_of_today(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """How the models of a pair were loaded, in words for summaries and reports."""
+    """How the models of a pair were loaded, as texts for summaries and reports."""
 
     dtype: str = "float32"
-    experts: str | None = None  # of the target: layout
-    kernels: str | None = None  # compiled kernels, or XLA and the reason
-    mesh: str | None = None  # of a target over several devices: how many, and how it is cut
+    experts: str | None = None  # layout in memory
+    kernels: str | None = None  # the compiled kernels, or XLA and the reason
+    mesh: str | None = None  # number of devices and shape of the mesh
     aux_layers: str | None = None  # the aux layers and the source of their ids
-    draft_vocab: str | None = None  # of a narrowed draft vocabulary: size and source
-    drafter_window: str | None = None  # positions that the drafter's attention sees, and their source
+    draft_vocab: str | None = None  # size and source of a narrowed draft vocabulary
+    drafter_window: str | None = None  # the window of the drafter's attention and its source
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its drafter, ready to run.
-
-    Made by `load`, or from any objects that follow peagle.protocols.
-    """
+    """A target and its drafter, ready to run: from `load`, or any objects that satisfy peagle.protocols."""
 
     target: Target  # with the aux_hidden that the drafter reads
     plain_target: Target  # the same without aux_hidden, for plain decoding
     drafter: Drafter | None  # None: plain decoding only
     tokenizer: Tokenizer | None  # None: token ids only
     stop_token_ids: tuple[int, ...] = ()
-    loaded: Loaded = Loaded()  # frozen
+    loaded: Loaded = Loaded()
     retain_full_kv: bool = False  # windowed layers keep all positions
     speculation: Speculation = Speculation()  # noqa: RUF009  # frozen; how "auto" drafts
-    steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
+    steps_per_dispatch: int = 1  # of plain decoding and of speculation, so that their ratio is fair
     prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens per pass
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
-    lead: Lead | None = None  # of a target over several processes: sends to the others
+    lead: Lead | None = None  # sends to the other processes of a target over several
     replicas: tuple["Pair", ...] = ()  # the same models on other devices, which share the slots of an engine
-    # pairs made from this one with another drafter share these two
+    # shared with the pairs that `with_drafter` makes of this one
     memory: FreeMemory = field(default_factory=FreeMemory, repr=False, compare=False)
     grammars: Grammars = field(default=None, repr=False, compare=False)  # type: ignore[assignment]  # made below
     engines: Engines = field(init=False, repr=False, compare=False)
@@ -125,25 +120,23 @@ class Pair:
         return self.target.max_positions
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> "Stream":
-        """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
+        """Stream the answer to a prompt as pieces of text; `stream.result` has the figures.
 
         options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. Some of them:
 
             num_speculative_tokens   K; 0: plain decoding; "auto": verify the drafts that are likely to pay, none while
-                                     drafting does not pay; "auto:N": at most N of them; None: the pair's default
-                                     (`num_drafts`)
-            raw                      a text is the prompt as it is, without the chat template
-            special_tokens           with raw: special tokens spelled in a text are tokens, not plain characters
+                                     drafting does not pay; "auto:N": at most N; None: `num_drafts`
+            raw                      use a text as the prompt, without the chat template
+            special_tokens           with raw: encode special tokens in a text as tokens, not as plain characters
             stop                     the answer ends before the first of these strings
             context                  positions; default: as many as prompt and max_new_tokens need
             draft_sampling           an option of earlier versions, without effect
 
         Token ids are used unchanged. Streams with equal engine configs share an engine, which decodes `slots` requests
         at once; the others wait for a slot. Iterate over each stream in its own thread, or over `astream`. Raises
-        InputError, before any work, for a request that cannot be run, and at the end for a grammar that cannot be
-        followed any further.
+        InputError before any work for a request that cannot be run, and at the end if no token satisfied its grammar.
         """
-        options = _by_names_of_today(options)
+        options = _with_current_names(options)
         if options.pop("draft_sampling", False):
             warnings.warn(DRAFT_SAMPLING, InputWarning, stacklevel=2)
         if options.get("logit_bias", ()) is None:
@@ -158,8 +151,8 @@ class Pair:
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         request = self.request(conversation, (), rendering, **vars(about), sampling=sampling, context=engine.context)
         context = self.capacity([request]) if engine.context is None else engine.context
-        kept = "on" if engine.prefix_cache is None else engine.prefix_cache
-        config = self.resolve(engine, context=context, prefix_cache=kept)
+        prefix_cache = "on" if engine.prefix_cache is None else engine.prefix_cache
+        config = self.resolve(engine, context=context, prefix_cache=prefix_cache)
         return Stream(self.tokenizer, self.engine(config), request)
 
     def astream(self, prompt: str | Sequence[int], **options: Any) -> "AsyncStream":
@@ -174,9 +167,9 @@ class Pair:
         return stream.result
 
     def num_drafts(self, k: NumDrafts) -> tuple[int, bool]:
-        """Resolve K to (the most drafts of a step, whether steps adapt).
+        """Resolve K to (the most drafts of a step, whether the number adapts).
 
-        None is the default: "auto" with a drafter, plain decoding without one. "auto:N" adapts with at most N drafts.
+        None: "auto" with a drafter, plain decoding without one.
         """
         if k is None and self.drafter is None:
             return 0, False
@@ -188,16 +181,16 @@ class Pair:
         return self.resolve(EngineConfig(num_speculative_tokens), **options)
 
     def resolve(self, config: EngineConfig, **options: Any) -> ResolvedConfig:
-        """Decide what a config leaves open. options: fields of ResolvedConfig that replace the config's.
+        """Resolve every default of a config. options: fields of ResolvedConfig that replace the config's.
 
         K None, "auto" or "auto:N": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's.
-        prefix_cache None: off; "on": up to a tenth of the free memory, but no extra memory with kv_memory, where
-        prefixes stay until requests need it. One rate of synthetic acceptance: its powers.
+        prefix_cache None: off; "on": up to a tenth of the free memory; with kv_memory no extra memory, and prefixes
+        stay until requests need theirs. One rate of synthetic acceptance: its powers.
         """
         values = {**vars(config), **options}
         k, adaptive = self.num_drafts(values["num_speculative_tokens"])
         adaptive = values.pop("adaptive", adaptive)
-        context, chunk, kept = values["context"], values["prefill_chunk"], values["prefix_cache"]
+        context, chunk, prefix_cache = values["context"], values["prefill_chunk"], values["prefix_cache"]
         if context is None:
             context = self.default_context(k, values["slots"], values["kv_memory"])
         rates = values["synthetic_acceptance"]
@@ -207,7 +200,7 @@ class Pair:
             "num_speculative_tokens": k,
             "context": context,
             "prefill_chunk": min(self.prefill_chunk if chunk is None else chunk, max(context, 1)),
-            "prefix_cache": kept if isinstance(kept, int) else 0,
+            "prefix_cache": prefix_cache if isinstance(prefix_cache, int) else 0,
             "synthetic_acceptance": rates,
             "steps_per_dispatch": self.steps_per_dispatch,
             "adaptive": adaptive,
@@ -215,7 +208,7 @@ class Pair:
         }
         resolved: ResolvedConfig
         (resolved,) = configs_of(values, ResolvedConfig)
-        if kept != "on":
+        if prefix_cache != "on":
             return resolved
         return dataclasses.replace(resolved, prefix_cache=self.engines.prefix_cache_bytes(resolved))
 
@@ -224,8 +217,8 @@ class Pair:
     ) -> int:
         """Return the target's positions, or as many of them as the memory holds for one request.
 
-        kv_memory_bytes: of each engine; None: most of the free memory, which num_engines share; on a CPU MOST_RESERVED
-        positions per slot, which one request may use alone.
+        kv_memory_bytes: of each engine; None: most of the free memory, which num_engines share. On a CPU this is at
+        most MOST_RESERVED positions per slot, and one request may use those of all slots.
         """
         most = self.max_positions
         if kv_memory_bytes is None and jax.default_backend() == "cpu":
@@ -256,9 +249,9 @@ class Pair:
         context: int | None = None,
         grammar: Grammar | None = None,
     ) -> Request:
-        """Make the request for the turn after these answers; cut its budget to the positions left.
+        """Make the request for the turn after these answers; limit its tokens to the positions left.
 
-        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, for stop
+        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or leaves no position, for stop
         strings or a grammar without a tokenizer, and for an invalid grammar.
         """
         if max_new_tokens < 1:
@@ -295,7 +288,7 @@ class Pair:
         return context
 
     def capacity(self, requests: Sequence[Request], at_least: int = 0) -> int:
-        """Round the longest prompt with its budget up to a multiple of 128, at most all positions."""
+        """Return the context of the longest request, rounded up to a multiple of CAPACITY_STEP, within the target's."""
         longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=2)
         rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
         return min(rounded, self.max_positions)

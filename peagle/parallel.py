@@ -1,7 +1,8 @@
-"""A target cut over several devices: a mesh, and `Sharded`, which satisfies peagle.protocols.Target.
+"""A target over several devices: a mesh, and `Sharded`, which satisfies peagle.protocols.Target.
 
 Each rank holds a smaller model, its part (target.shard), and its own kv heads of every cache. One `shard_map` wraps the
-target's pass; everything else runs on every rank alike, the drafter included, except its head (drafter.shard).
+target's pass. Everything else runs on every rank alike, the drafter included, except the drafter's head, which is
+sharded by vocabulary.
 
     tokens, positions     the same on every rank
       embed ..              |  |  |  |
@@ -13,7 +14,7 @@ target's pass; everything else runs on every rank alike, the drafter included, e
       gather               -+--+--+--+-    once
     logits                the same on every rank
 
-dp makes that many such meshes, each with a copy of the target and its own engine (peagle.engine.replicas).
+dp is the number of such meshes, each with a copy of the target and its own engine (peagle.engine.replicas).
 """
 
 import concurrent.futures
@@ -22,7 +23,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -32,7 +33,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from peagle.ops.attention import CacheGroup, PagedCache, Pages, own_tables
-from peagle.ops.collectives import Ranks
 from peagle.ops.errors import InputError
 from peagle.ops.messages import VerifyOutput
 from peagle.protocols import Target
@@ -47,7 +47,7 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Numbers of devices. Heads, vocabulary and caches are cut over all tp x ep ranks of a replica."""
+    """Numbers of devices. Heads, vocabulary and caches are sharded over all tp x ep ranks of a replica."""
 
     tp: int = 1  # ranks that share the width of an expert
     ep: int = 1  # groups of ranks that share the experts
@@ -74,13 +74,13 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def refuse_replicas(mesh: str | None, why: str) -> None:
-    """Raise InputError for a mesh with dp if dp is not possible. why: part of the message."""
+    """Raise InputError for a mesh with dp. why: the reason, within the message."""
     if mesh is not None and parse_mesh(mesh).dp > 1:
         raise InputError(f"the mesh is {mesh!r}, but {why}; leave dp out", "mesh")
 
 
 def parse_data_mesh(text: str) -> int:
-    """Read the mesh of a training, as "dp=2": how many devices share the rows. Raises InputError for anything else."""
+    """Read the mesh of a training, "dp=N": N devices share the rows. Raises InputError for anything else."""
     return _sizes(text, ("dp",), "dp=N, of 1 or more devices, which share the rows of a step")["dp"]
 
 
@@ -95,7 +95,7 @@ def _sizes(text: str, names: Sequence[str], expected: str) -> dict[str, int]:
 
 
 def make_meshes(shape: MeshShape) -> list[Mesh]:
-    """Take the first devices, one replica's mesh after the other; several processes give equally many.
+    """Make each replica's mesh from the first devices; every process contributes equally many.
 
     Raises InputError for too few devices, and for replicas over several processes.
     """
@@ -159,15 +159,15 @@ class Sharded:
         return self.parts.cache_groups
 
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
-        """Make empty pools with the ranks' kv heads side by side, once for every rank that needs it."""
+        """Make empty pools with all ranks' kv heads side by side; a kv head of several ranks is there for each."""
+        sharding = NamedSharding(self.mesh, OF_PAGES)
 
-        def wider(pages: Pages) -> Pages:
+        def over_ranks(pages: Pages) -> Pages:
             count, size, kv_heads, head_dim = pages.key.shape
             empty = jnp.zeros((count, size, kv_heads * self.ranks, head_dim), pages.key.dtype)
-            return Pages(*(jax.lax.with_sharding_constraint(empty, self._placed(OF_PAGES)) for _ in range(2)))
+            return Pages(*(jax.lax.with_sharding_constraint(empty, sharding) for _ in range(2)))
 
-        local = jax.eval_shape(lambda: self.parts.init_pages(num_pages))
-        return tuple(map(wider, local))
+        return tuple(map(over_ranks, jax.eval_shape(lambda: self.parts.init_pages(num_pages))))
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
@@ -183,15 +183,8 @@ class Sharded:
     ) -> tuple[VerifyOutput, PagedCache]:
         """See `Target.extend`. Every rank computes all rows."""
 
-        def of_rank(
-            parts: Target,
-            token_ids: jax.Array,
-            positions: jax.Array,
-            cache: PagedCache,
-            logit_rows: jax.Array | None,
-            writes: jax.Array | None,
-        ) -> tuple[VerifyOutput, PagedCache]:
-            return _mine(parts).extend(token_ids, positions, cache, logit_rows, writes)
+        def of_rank(parts: Target, *operands: Any) -> tuple[VerifyOutput, PagedCache]:
+            return _own(parts).extend(*operands)
 
         # check_vma off: it cannot see that sums in rank order are the same everywhere
         run = jax.shard_map(
@@ -209,7 +202,7 @@ class Sharded:
 
         def run(of_model: Callable[..., jax.Array], values: np.ndarray) -> jax.Array:
             def of_rank(parts: Target, values: jax.Array) -> jax.Array:
-                return of_model(_mine(parts), values)
+                return of_model(_own(parts), values)
 
             on_ranks = jax.shard_map(
                 of_rank, mesh=self.mesh, in_specs=(OF_PARTS, SAME), out_specs=SAME, check_vma=False
@@ -220,11 +213,8 @@ class Sharded:
         named: str | None = self.parts.first_not_finite(token_ids, run)  # type: ignore[attr-defined]
         return named
 
-    def _placed(self, spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(self.mesh, spec)
 
-
-def _mine(parts: Tree) -> Tree:
+def _own(parts: Tree) -> Tree:
     """Return this rank's part, inside the `shard_map`."""
     part: Tree = jax.tree.map(lambda leaf: leaf[0], parts)
     return part
@@ -233,15 +223,15 @@ def _mine(parts: Tree) -> Tree:
 def shard(load: Callable[[int, Callable[[], None]], Tree], mesh: Mesh) -> Tree:
     """Load every rank's part onto its device, several at once, and put them side by side (`Sharded.parts`).
 
-    load(rank, go_on) makes the part's arrays on JAX's default device; each process loads its own ranks, in as many
+    load(rank, go_on) makes the part's arrays on JAX's default device. Each process loads its own ranks, in as many
     threads as it has processors. The parts' trees differ only in values. Memory is that of the parts, plus the
     temporary memory of `load` in each thread.
 
-    A failure of one rank, or Ctrl-C, is raised as soon as the others have ended: `load` must call go_on() often, which
-    then raises it there, too.
+    If one rank fails, or Ctrl-C is pressed, the others end, too: `load` must call go_on() often, which then raises the
+    same error.
     """
     failures: list[BaseException] = []
-    mine = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
+    local_ranks = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
 
     def go_on() -> None:
         if failures:
@@ -260,13 +250,13 @@ def shard(load: Callable[[int, Callable[[], None]], Tree], mesh: Mesh) -> Tree:
         with failing(), jax.default_device(device):
             return jax.tree.flatten(load(rank, go_on))
 
-    with concurrent.futures.ThreadPoolExecutor(min(len(mine), os.cpu_count() or 1)) as threads, failing():
-        loaded, trees = zip(*threads.map(on_device, mine), strict=True)
+    with concurrent.futures.ThreadPoolExecutor(min(len(local_ranks), os.cpu_count() or 1)) as threads, failing():
+        loaded, trees = zip(*threads.map(on_device, local_ranks), strict=True)
     placed, tree = NamedSharding(mesh, OF_PARTS), trees[0]
     together = []
     for index in range(len(loaded[0])):
         rows = []
-        for (_, device), leaves in zip(mine, loaded, strict=True):
+        for (_, device), leaves in zip(local_ranks, loaded, strict=True):
             rows.append(_as_row(leaves[index], device))
             leaves[index] = None
         together.append(jax.make_array_from_single_device_arrays((mesh.size, *rows[0].shape[1:]), placed, rows))
@@ -277,7 +267,7 @@ def shard(load: Callable[[int, Callable[[], None]], Tree], mesh: Mesh) -> Tree:
 def _as_row(leaf: jax.Array, device: jax.Device) -> jax.Array:
     """Prepend an axis of one to a rank's array, on its device; on CPU without a copy.
 
-    Nothing is compiled, which would take over 100 MB of memory on top of all parts.
+    Compiles nothing, because a compilation would take over 100 MB of memory on top of all parts.
     """
     if device.platform == "cpu":
         return jax.device_put(np.asarray(leaf)[None], device, may_alias=True)
@@ -285,7 +275,7 @@ def _as_row(leaf: jax.Array, device: jax.Device) -> jax.Array:
 
 
 def replicate(tree: Tree, mesh: Mesh) -> Tree:
-    """Copy every array to all devices of the mesh; arrays that are cut over it stay."""
+    """Copy every array to all devices of the mesh, except arrays that are sharded over it."""
     everywhere, cut = NamedSharding(mesh, SAME), NamedSharding(mesh, OF_PARTS)
 
     def copy(leaf: jax.Array) -> jax.Array:
@@ -296,8 +286,3 @@ def replicate(tree: Tree, mesh: Mesh) -> Tree:
 
     copied: Tree = jax.tree.map(copy, tree)
     return copied
-
-
-def ranks_of(shape: MeshShape, in_order: bool = True) -> Ranks:
-    """Describe the ranks to the code that runs on each of them."""
-    return Ranks(AXIS, shape.ranks, shape.ep, in_order)

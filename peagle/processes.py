@@ -1,17 +1,18 @@
-"""Processes that run one target together: process 0 leads, the others follow its messages.
+"""Several processes that run one target together: process 0 leads, the others follow its messages.
 
-    process 0    listens at the coordinator's address, compares the others' options with its own, and begins
+    process 0    listens at the coordinator's address, compares the others' options with its own, and starts
     process i    connects, and runs each message that arrives, until the last one
 
 Their devices become one mesh (jax.distributed; gloo on CPU). Messages go one way, heartbeats both ways. If a process
-ends, or is silent for DEADLINE_S, all end: a thread of each one notices, prints one line that names it, and ends its
-own process, because the main thread may wait in a collective for ever.
+ends, or is silent for DEADLINE_S, all end. The main thread may wait in a collective for ever, so a second thread of
+each process notices the loss, prints one line that names the lost process, and ends its own.
 
-A message is JSON and arrays: no code, nothing is unpickled. Nobody is authenticated, as in jax.distributed itself: the
-network between the processes must be trusted.
+A message is JSON and arrays: no code, no pickle. As in jax.distributed, nobody is authenticated: the network between
+the processes must be trusted.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -28,7 +29,7 @@ import numpy as np
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
-from peagle.ops.records import difference_in_words, flat
+from peagle.ops.records import describe_difference, flat
 from peagle.ops.strict_json import dumps
 
 LOOPBACK = "127.0.0.1"
@@ -44,8 +45,8 @@ Message: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process's rank among several, and the address of process 0."""
+class Rendezvous:
+    """The address of process 0, this process's rank (`process`), and the number of processes."""
 
     host: str
     port: int
@@ -53,14 +54,18 @@ class Place:
     count: int
 
     @property
+    def family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    @property
     def address(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_place(coordinator: str | None, process: int | None, count: int | None) -> Place | None:
-    """Read where the processes meet; None without all three. A coordinator without a host is on this machine.
+def parse_rendezvous(coordinator: str | None, process: int | None, count: int | None) -> Rendezvous | None:
+    """Read the three options of a multi-process run; None without any of them.
 
-    Raises InputError for some of the three, or values out of range.
+    A coordinator without a host is on this machine. Raises InputError for one or two of them, or values out of range.
     """
     flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
     missing = [name for name, value in flags.items() if value is None]
@@ -79,14 +84,14 @@ def parse_place(coordinator: str | None, process: int | None, count: int | None)
         raise InputError(f"--num-processes is {count}; expected 2 or more, or leave out --coordinator")
     if not 0 <= process < count:
         raise InputError(f"--process-id is {process}; expected 0..{count - 1}, another one in each process")
-    return Place(host, int(port), process, count)
+    return Rendezvous(host, int(port), process, count)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Write a message, whose values are JSON or arrays, at any depth; tuples become lists."""
+    """Encode a message: JSON with arrays at any depth. Tuples become lists."""
     arrays: list[np.ndarray] = []
 
     def plain(value: Any) -> Any:
@@ -171,19 +176,19 @@ class Link:
 class Team:
     """This process's connections: from process 0 to all others, from another process to process 0.
 
-    lost: prints the line that says why all end. Made by `gather` and `join`.
+    lost: prints the line that says why all end. `gather` and `join` make teams.
     """
 
-    def __init__(self, place: Place, links: Mapping[int, Link], lost: Callable[[str], None]) -> None:
-        self.place, self._links, self._lost = place, dict(links), lost
+    def __init__(self, rendezvous: Rendezvous, links: Mapping[int, Link], lost: Callable[[str], None]) -> None:
+        self.rendezvous, self._links, self._lost = rendezvous, dict(links), lost
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._ending = threading.Lock()  # the first cause to end takes it for good
+        self._ending = threading.Lock()  # the first cause of the end acquires it and never releases it
         for process in links:
             threading.Thread(target=self._listen, args=(process,), name=f"process {process}", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeats", daemon=True).start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message to all others. If one is gone, all end (see the module)."""
+        """Send a message to all others. If one is gone, all end."""
         frame = encode(message)
         for process, link in self._links.items():
             try:
@@ -195,7 +200,7 @@ class Team:
         return self._inbox.get()
 
     def end(self, line: str | None = None) -> None:
-        """Tell the others that this process ends, and why, unless it ends well; they end, too."""
+        """Tell the others to end. line: the error of this process; None: it ends well."""
         if not self._ending.acquire(blocking=False):
             return
         for link in self._links.values():
@@ -203,7 +208,7 @@ class Team:
                 link.send(encode({"end": line}))
 
     def leave(self, code: int) -> NoReturn:
-        """End this process at once. An orderly end would wait for the others, which end as well."""
+        """End this process at once. An orderly exit would wait in jax.distributed for the others."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -228,7 +233,7 @@ class Team:
             if message is None:
                 continue
             if message.get("end") is not None:
-                return self._exit(f"process {process} of {self.place.count}: {message['end']}", BAD_INPUT)
+                return self._exit(f"process {process} of {self.rendezvous.count}: {message['end']}", BAD_INPUT)
             if "end" in message:
                 self._ending.acquire(blocking=False)  # ignore any loss from now on
             self._inbox.put(message)
@@ -238,33 +243,46 @@ class Team:
     def _end_for(self, process: int, error: Exception) -> None:
         silent = isinstance(error, TimeoutError)
         why = f"was silent for {DEADLINE_S:.0f} s" if silent else f"has ended ({error})"
-        self._exit(f"process {process} of {self.place.count} {why}, so all end; start them again", LOST)
+        self._exit(f"process {process} of {self.rendezvous.count} {why}, so all end; start them again", LOST)
 
     def _exit(self, line: str, code: int) -> None:
-        """Print the line, pass it on, and end this process at once: its main thread may wait in a collective."""
+        """Print the line, send it to the others if this is process 0, and end this process at once."""
         if not self._ending.acquire(blocking=False):
             return
         self._lost(line)
-        if self.place.process == 0:
+        if self.rendezvous.process == 0:
             for link in self._links.values():
                 with contextlib.suppress(OSError):
                     link.send(encode({"end": line}))
         self.leave(code)
 
 
-def gather(place: Place, hello: Mapping[str, Any], lost: Callable[[str], None]) -> Team:
-    """As process 0, wait for all others and begin with them: jax.distributed then has all devices.
+def gather(rendezvous: Rendezvous, hello: Mapping[str, Any], lost: Callable[[str], None]) -> Team:
+    """As process 0, wait for all others and start jax.distributed, which then has all devices.
 
-    hello: options and version, which must be equal in all of them. Raises InputError if the address is not available,
+    hello: options and version, which must be equal in all processes. Raises InputError if the address is not available,
     or if a process does not connect or differs; the connected ones end with the same line.
     """
+    try:
+        server = socket.create_server((rendezvous.host, rendezvous.port), family=rendezvous.family)
+    except OSError as error:
+        raise InputError(
+            f"--coordinator {rendezvous.address} cannot be listened on: {reason_of(error)}; expected an address of "
+            "this machine, which runs process 0, and a free port"
+        ) from None
     links: dict[int, Link] = {}
     try:
-        with _listening(place) as server:
+        with server:
             deadline = time.monotonic() + JOIN_S
-            while len(links) < place.count - 1:
-                _welcome(place, hello, links, server, deadline)
-        return _begun(place, links, lost)
+            while len(links) < rendezvous.count - 1:
+                _welcome(rendezvous, hello, links, server, deadline)
+        with socket.socket(rendezvous.family) as free:
+            free.bind((rendezvous.host, 0))
+            port = free.getsockname()[1]
+        team = Team(rendezvous, links, lost)
+        team.send({"begin": port})
+        _start_jax(dataclasses.replace(rendezvous, port=port))
+        return team
     except InputError as error:
         for link in links.values():
             with contextlib.suppress(OSError):
@@ -272,43 +290,19 @@ def gather(place: Place, hello: Mapping[str, Any], lost: Callable[[str], None]) 
         raise
 
 
-def _begun(place: Place, links: Mapping[int, Link], lost: Callable[[str], None]) -> Team:
-    with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET) as free:
-        free.bind((place.host, 0))
-        port = free.getsockname()[1]
-    team = Team(place, links, lost)
-    team.send({"begin": port})
-    _begin(place, port)
-    return team
-
-
-@contextlib.contextmanager
-def _listening(place: Place) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    try:
-        server = socket.create_server((place.host, place.port), family=family)
-    except OSError as error:
-        raise InputError(
-            f"--coordinator {place.address} cannot be listened on: {reason_of(error)}; expected an address of "
-            "this machine, which runs process 0, and a free port"
-        ) from None
-    with server:
-        yield server
-
-
 def _welcome(
-    place: Place, hello: Mapping[str, Any], links: dict[int, Link], server: socket.socket, deadline: float
+    rendezvous: Rendezvous, hello: Mapping[str, Any], links: dict[int, Link], server: socket.socket, deadline: float
 ) -> None:
-    """Accept one connection; ignore it if it is not one of ours."""
+    """Accept one connection; close it if it is not a process of ours."""
     server.settimeout(max(deadline - time.monotonic(), 0.01))
     try:
         connection, _ = server.accept()
     except TimeoutError:
-        absent = [str(rank) for rank in range(1, place.count) if rank not in links]
+        absent = [str(rank) for rank in range(1, rendezvous.count) if rank not in links]
         which = f"process {absent[0]}" if len(absent) == 1 else f"processes {', '.join(absent)}"
         raise InputError(
-            f"{which} of {place.count} did not connect to {place.address} within {JOIN_S:.0f} s; start them with the "
-            "same options but for --process-id"
+            f"{which} of {rendezvous.count} did not connect to {rendezvous.address} within {JOIN_S:.0f} s; start them "
+            "with the same options but for --process-id"
         ) from None
     link = Link(connection)
     try:
@@ -319,17 +313,18 @@ def _welcome(
         theirs = flat(greeting["hello"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return link.close()
-    if not 0 < process < place.count or process in links:
-        links[-process - 1] = link  # so that it gets the error, too
-        raise InputError(f"two processes have --process-id {process}, or it is not in 0..{place.count - 1}")
+    if not 0 < process < rendezvous.count or process in links:
+        links[-process - 1] = link  # `gather` sends the error to all links
+        raise InputError(f"two processes have --process-id {process}, or it is not in 0..{rendezvous.count - 1}")
     links[process] = link
-    # as it arrives there: tuples become lists
+    # encoded and decoded like theirs: tuples become lists
     ours = flat(decode(encode({"hello": hello}))["hello"])
     if theirs != ours:
-        differs = difference_in_words(theirs, ours, _option)
+        differs = describe_difference(theirs, ours, _option)
         raise InputError(
-            f"process {process} of {place.count} differs from process 0: {differs.replace('(now ', '(process 0: ')}; "
-            "expected the same version and options everywhere, but for --process-id"
+            f"process {process} of {rendezvous.count} differs from process 0: "
+            f"{differs.replace('(now ', '(process 0: ')}; expected the same version and options everywhere, but for "
+            "--process-id"
         )
     return None
 
@@ -339,36 +334,36 @@ def _option(key: str) -> str:
     return f"--{name.replace('_', '-')}" if "options" in kind else name
 
 
-def join(place: Place, hello: Mapping[str, Any], lost: Callable[[str], None]) -> Team:
-    """As another process, connect to process 0, and begin after all have connected.
+def join(rendezvous: Rendezvous, hello: Mapping[str, Any], lost: Callable[[str], None]) -> Team:
+    """As another process, connect to process 0, and start jax.distributed after all have connected.
 
     Raises InputError if process 0 is not there or refuses.
     """
     link, deadline = None, time.monotonic() + JOIN_S
     while link is None:
         try:
-            link = Link(socket.create_connection((place.host, place.port), timeout=5))
+            link = Link(socket.create_connection((rendezvous.host, rendezvous.port), timeout=5))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"--coordinator {place.address} cannot be reached: {reason_of(error)}; start process 0 there"
+                    f"--coordinator {rendezvous.address} cannot be reached: {reason_of(error)}; start process 0 there"
                 ) from None
             time.sleep(0.1)
     try:
         link.send(GREETING)
-        link.send(encode({"process": place.process, "hello": hello}))
+        link.send(encode({"process": rendezvous.process, "hello": hello}))
         answer = decode(link.receive(JOIN_S + 5))
     except (OSError, ValueError) as error:
-        raise InputError(f"process 0 at {place.address} is gone: {error}; start all processes again") from None
+        raise InputError(f"process 0 at {rendezvous.address} is gone: {error}; start all processes again") from None
     if "begin" not in answer:
         raise InputError(str(answer.get("end")))
-    team = Team(place, {0: link}, lost)
-    _begin(place, int(answer["begin"]))
+    team = Team(rendezvous, {0: link}, lost)
+    _start_jax(dataclasses.replace(rendezvous, port=int(answer["begin"])))
     return team
 
 
-def _keep_from_gloo() -> None:
-    """Keep standard output for this program: gloo writes a line there when it connects."""
+def _redirect_gloo() -> None:
+    """Redirect file descriptor 1, where gloo writes a line when it connects; sys.stdout writes as before."""
     own, old = os.dup(1), sys.stdout
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
@@ -376,21 +371,21 @@ def _keep_from_gloo() -> None:
     sys.stdout = os.fdopen(own, "w", encoding=old.encoding, errors=old.errors, buffering=1 if lines else -1)
 
 
-def _begin(place: Place, port: int) -> None:
-    """Start jax.distributed, whose service listens at process 0's address only."""
-    address = f"[{place.host}]:{port}" if ":" in place.host else f"{place.host}:{port}"
+def _start_jax(rendezvous: Rendezvous) -> None:
+    """Start jax.distributed. Its service listens at process 0's address only, at the rendezvous's port."""
+    address = rendezvous.address
     try:
         jax.distributed.initialize(
             address,
-            place.count,
-            place.process,
+            rendezvous.count,
+            rendezvous.process,
             initialization_timeout=int(JOIN_S),
-            coordinator_bind_address=address if place.process == 0 else None,
+            coordinator_bind_address=address if rendezvous.process == 0 else None,
             cluster_detection_method="deactivate",
         )
         jax.devices()  # all of them: the processes wait here for each other
         if jax.default_backend() == "cpu":
-            _keep_from_gloo()
+            _redirect_gloo()
     except RuntimeError as error:
         raise InputError(
             f"jax.distributed does not start at {address}: {' '.join(str(error).split())}; expected a network that "

@@ -1,7 +1,7 @@
-"""The result of one request, from the engine's chunks: text, counters and figures.
+"""Assemble the result of one request from the engine's chunks: text, counters and figures.
 
-An undefined figure (a rate over no steps, tokens per second of one token) is None, never NaN and never zero. Times are
-readings of time.perf_counter() in seconds; none includes compilation (the engine is warmed up before).
+An undefined figure (a rate over no steps, tokens per second of one token) is None, never NaN or zero. Times are
+readings of time.perf_counter() in seconds, without compilation, because the engine is warmed up before.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from peagle.text.offsets import TokenOffset, TokenOffsets, starts_character
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
-LOOPING_ABOVE = 0.3  # an output loops if its loop share is higher
+LOOPING_ABOVE = 0.3  # the loop share above which an output loops
 LOOP_GRAM = 4
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Raw counts of steps, before the output was cut.
+    """Raw counts of steps, before the output is cut at a stop string or the budget.
 
-    "Steps" verified at least one draft; plain steps, of an adaptive engine, are counted apart.
+    A step verifies at least one draft; the plain steps of an adaptive engine are counted apart.
     """
 
     num_spec_tokens: int  # K, the most drafts of a step
@@ -36,7 +36,7 @@ class Counters:
     num_plain_steps: int = 0
     tried: tuple[int, ...] = ()  # [K]: steps that verified draft i and accepted all before it
     num_proposed: int = 0  # drafts, verified or not
-    num_looked_up: int = 0  # accepted drafts of the second source, looked up in the text so far
+    num_looked_up: int = 0  # accepted drafts of the second source, n-grams of the text so far
 
     @classmethod
     def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int) -> "Counters":
@@ -51,9 +51,9 @@ class Counters:
                 plain += 1
                 continue
             histogram[step.num_accepted] += 1
-            for place in range(width):
-                verified[place] += 1
-                tried[place] += place <= step.num_accepted
+            for index in range(width):
+                verified[index] += 1
+                tried[index] += index <= step.num_accepted
         return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried), num_proposed, num_looked_up)
 
     def __add__(self, other: "Counters") -> "Counters":
@@ -76,7 +76,7 @@ class Counters:
 
     @property
     def num_drafted(self) -> int:
-        """Verified drafts: steps * K, if every step verifies K."""
+        """Number of verified drafts; steps * K if every step verifies K."""
         return sum(self.verified)
 
     @property
@@ -85,7 +85,7 @@ class Counters:
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / steps: tokens per step, the recovered or bonus token included (as in vLLM)."""
+        """1 + accepted / steps: tokens per step, including the recovered or bonus token (as in vLLM)."""
         return None if not self.num_steps else 1 + self.num_accepted / self.num_steps
 
     @property
@@ -128,10 +128,10 @@ class Result:
     last_s: float | None
     steps: tuple[StepRecord, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if requested
-    num_cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens that were in the prefix cache
     num_reasoning_tokens: int = 0  # of the output, if its channels were parsed
-    times_s: tuple[float, ...] = ()  # when tokens arrived; tokens of one dispatch arrive together and count once
-    error: str | None = None  # if finish_reason is "error": its grammar cannot be followed any further
+    times_s: tuple[float, ...] = ()  # when tokens arrived, once per dispatch
+    error: str | None = None  # if finish_reason is "error", because no token satisfied the grammar
 
     @property
     def counters(self) -> Counters:
@@ -144,7 +144,7 @@ class Result:
 
     @property
     def num_truncated(self) -> int:
-        """Tokens decided and not emitted, after a stop token, a stop string or the budget.
+        """Number of tokens that steps decided after a stop token, a stop string or the budget.
 
         emitted = 1 + sum(num_accepted + 1) - truncated; the first 1 is the token of prefill.
         """
@@ -171,7 +171,7 @@ class Result:
 
     @property
     def itl_s(self) -> tuple[float, ...]:
-        """Seconds between arrivals, however many tokens arrive together: the waits of a reader."""
+        """Seconds between arrivals, however many tokens arrive together."""
         return tuple(after - before for before, after in itertools.pairwise(self.times_s))
 
     @property
@@ -182,7 +182,7 @@ class Result:
 
     @property
     def loops(self) -> bool:
-        """Whether the loop share is above 0.3."""
+        """Whether the output repeats itself: its loop share is above LOOPING_ABOVE."""
         return (self.loop_share or 0.0) > LOOPING_ABOVE
 
 
@@ -191,7 +191,7 @@ class Piece:
     """The tokens of a chunk, and the text that they complete.
 
     parts, if requested: (text, origin) of each token. An accepted draft's origin is its position in the step, from 1;
-    the target's own tokens (recovered, bonus, plain) have 0. deltas: what the tokens add to the messages of an answer
+    that of the target's own tokens (recovered, bonus, plain) is 0. deltas: the additions to the messages of an answer
     with parsed channels. shown: the tokens of the text, if channels are not parsed and the request sets logprobs.
     """
 
@@ -205,10 +205,10 @@ class Piece:
 class Assembler:
     """Assemble one request's answer from its chunks, and end it before the first stop string.
 
-    `add` returns new text; `result` the figures so far. Tokens are added one by one, so the answer does not depend on
-    the cuts between chunks. It ends with the token that completes a stop string; its text ends before the string that
-    begins first. Text that may begin a stop string is held back until that is decided or the request ends. An
-    incomplete character at the end, and the stop token, complete no stop string.
+    `add` returns new text, `result` the figures so far. Tokens are added one by one, so the answer does not depend on
+    how they are divided into chunks. The answer ends with the token that completes a stop string; its text ends before
+    the stop string that begins first. Text that may begin a stop string is held back until that is decided or the
+    request ends. An incomplete character at the end, and the stop token, complete no stop string.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Assembler:
         """by_token: pieces have parts. Raises InputError for stop strings without a tokenizer.
 
         parser: of the answer's channels, with the request's stop strings. Pieces then have deltas, and stop strings cut
-        only these: the text is that of all tokens, control tokens spelled.
+        only these; the text is that of all tokens, including control tokens.
         """
         refuse_stop_strings_without(tokenizer, request.stop)
         self.request = request
@@ -248,10 +248,7 @@ class Assembler:
         self._error: str | None = None
 
     def add(self, chunk: TokenChunk) -> Piece:
-        """Add a chunk; the last one also releases text that was held back.
-
-        Drops chunks after the end.
-        """
+        """Add a chunk; the last one also releases text that was held back. Drops chunks after the end."""
         if self.finish_reason is not None:
             return Piece((), "")
         at_stop_token = chunk.finish_reason == "stop"
@@ -314,7 +311,7 @@ class Assembler:
     def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[str], list[Delta]]:
         """Return (tokens up to the one that completes a stop string, texts that they complete, deltas).
 
-        One text per token, or one for all if no token needs to be looked at by itself.
+        There is one text per token, or one for all tokens if nothing depends on single tokens.
         """
         if self._detokenizer is None:
             self._place(len(token_ids))
@@ -344,13 +341,13 @@ class Assembler:
         return before + text
 
     def _place(self, count: int) -> None:
-        """Record the positions of the next tokens, if the request wants their log-probabilities."""
+        """Record the positions of the next tokens, if the request sets logprobs."""
         if self._places is not None:
             for _ in range(count):
                 self._places.add(self._num_read)
 
     def _shown(self, text: str) -> tuple[TokenOffset, ...]:
-        """Return the tokens of a released text; at the answer's end also those that make no text."""
+        """Return the tokens of a released text; at the answer's end also tokens without text."""
         if self._places is None:
             return ()
         start, self._num_shown = self._num_shown, self._num_shown + len(text)
@@ -358,7 +355,7 @@ class Assembler:
         return self._places.take(start, None if at_end or self._detokenizer is None else self._num_shown)
 
     def _counts(self, step: StepRecord) -> bool:
-        """Test whether a step began before the answer's end; later ones are dropped."""
+        """Whether a step began before the answer's end; later steps are dropped."""
         return not self.cut or step.length < len(self.request.prompt_ids) + len(self._ids) - 1
 
     def _flush(self) -> str:
@@ -406,8 +403,8 @@ def submit(
 def follow(engine: AnyEngine, assemblers: Mapping[Handle, Assembler]) -> Generator[tuple[Assembler, Piece]]:
     """Yield (assembler, piece) for each chunk as it arrives, until all requests have ended.
 
-    Aborts a request in the engine after a stop string. Meanwhile the reader may put further requests into `assemblers`;
-    a reader that stops early aborts the rest. Raises InputError as `Engine.run` does.
+    Aborts a request in the engine after a stop string. The caller may add requests to `assemblers` while it iterates;
+    if it stops early, the rest is aborted. Raises InputError as `Engine.run` does.
     """
     with contextlib.closing(engine.run(assemblers)) as chunks:
         for handle, chunk in chunks:

@@ -1,4 +1,4 @@
-"""The pieces of one answer, as an iterator and for `async for`."""
+"""Stream one answer, as an iterator and for `async for`."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,10 @@ from peagle.text.tokenizer import Tokenizer
 
 
 class Stream(Iterator[str]):
-    """Pieces of text; none ends inside a character. Without a tokenizer, token ids separated by spaces.
+    """Iterate over pieces of text, or without a tokenizer of token ids separated by spaces.
 
-    `result` holds the tokens and figures so far. Closing the stream, or dropping the last reference to it, ends its
-    request and frees the slot.
+    No piece ends inside a character. `result` has the tokens and figures so far. Closing the stream, or dropping the
+    last reference to it, ends its request and frees the slot.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, engine: AnyEngine, request: Request) -> None:
@@ -31,11 +31,11 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """End the request. Never waits; any thread may call it, even while another waits for a piece."""
-        self._closed = True  # before the handle is read: `_run` does both in reverse order
+        """End the request. Never blocks; any thread may call it, even while another waits for a piece."""
+        self._closed = True  # before reading the handle: `_run` sets the handle, then reads _closed
         if self._handle is not None:
             self._engine.abort(self._handle)
-        with contextlib.suppress(ValueError):  # another thread runs the generator and will end it
+        with contextlib.suppress(ValueError):  # another thread runs the generator, and will end it
             self._pieces.close()
 
     @property
@@ -65,9 +65,9 @@ class Stream(Iterator[str]):
 
 
 class AsyncStream(AsyncIterator[str]):
-    """The pieces of a stream for `async for`.
+    """Iterate over a stream with `async for`.
 
-    A thread waits for the next one, so the event loop is not blocked. Cancelling the iteration, or leaving `async
+    A thread waits for the next piece, so the event loop is not blocked. Cancelling the iteration, or leaving `async
     with`, ends the request and frees its slot.
     """
 

@@ -41,8 +41,7 @@ from peagle.loading import load
 from peagle.ops import cuda
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
-from peagle.ops.kernels import for_weights
-from peagle.ops.kernels import in_words as kernels_in_words
+from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.ops.strict_json import dumps
 from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
@@ -174,7 +173,7 @@ def over_devices(shape: MeshShape) -> Iterator[Json]:
                 warnings.simplefilter("ignore", InputWarning)  # of the missing tokenizer and stop token
                 pair = load(large, None, mesh=mesh)
             where = f"{name}, {mesh or 'one device'}"
-            yield from OVER_DEVICES.measure(where, pair, lambda _: kernels_in_words(), 64)
+            yield from OVER_DEVICES.measure(where, pair, lambda _: describe_kernels(), 64)
 
 
 def on_gpu() -> bool:

@@ -1,4 +1,4 @@
-"""The geometry of a GPT-OSS model: 20b, 120b and the demo differ by values only. dialects.py reads it."""
+"""The geometry of a GPT-OSS model. 20b, 120b and the demo differ only by these values, which dialects.py reads."""
 
 import dataclasses
 
@@ -43,15 +43,15 @@ class TargetConfig:
         return len(self.layer_types)
 
     def window(self, layer: int) -> int | None:
-        """Return how many keys a layer's query attends to, its own included; None: all."""
+        """Return how many keys a query of the layer attends to, its own included; None: all."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Return the default aux layers of P-EAGLE drafters, as OUTPUTS of 0-based layers: 1, n//2 - 1, n - 4.
+    """Return the default aux layers of P-EAGLE drafters: the OUTPUTS of the 0-based layers 1, n//2 - 1, n - 4.
 
-    vLLM names layers by their INPUT: 2, n//2, n - 3. By output 20b has 1, 11, 20 and 120b has 1, 17, 32. Raises
-    InputError below 7 layers, where the rule is not defined.
+    These are 1, 11, 20 of the 20b and 1, 17, 32 of the 120b. vLLM names the same layers by their INPUT: 2, n//2, n - 3.
+    Raises InputError below 7 layers, where the rule is not defined.
     """
     if num_layers < 7:
         raise InputError(

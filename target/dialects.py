@@ -1,10 +1,10 @@
-"""How public GPT-OSS checkpoints spell their config.json and name their tensors. Reads no weights.
+"""Read how public GPT-OSS checkpoints spell their config.json and name their tensors. Reads no weights.
 
-    transformers    openai/gpt-oss-20b and 120b; the layout that is written
+    transformers    openai/gpt-oss-20b and 120b; the layout that this project writes
     original        openai's own `original/`: q, k, v in one tensor, other keys, no model_type
 
-Both interleave the experts' gate and up rows and store matrices output dimension first, except for unquantised experts
-of transformers, which are input dimension first. Sources: transformers models/gpt_oss; openai/gpt-oss
+Both interleave the experts' gate and up rows. Matrices have the output dimension first, except the unquantised experts
+of transformers, which have the input dimension first. Sources: transformers models/gpt_oss; openai/gpt-oss
 gpt_oss/torch/model.py and weights.py.
 """
 
@@ -20,7 +20,7 @@ from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import parse_rope, render_rope
 from peagle.ops.settings import Key, brief, mapping, naming, number, read_keys, refuse_others, render_keys, whole
 from target.config import FULL, SLIDING, SWIGLU_ALPHA, TargetConfig
-from target.shard import LEAVES, Leaf
+from target.shard import TENSOR_KINDS, TensorKind
 
 ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
 DEFAULT_THETA = 150000.0
@@ -59,11 +59,16 @@ _SPLIT_EXPERT = re.compile(r"\.(gate_up_projs|down_projs|experts)\.\d+\.")
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """A layout: its names of our tensors, and its config.json in transformers' spelling."""
+    """A checkpoint layout.
 
-    names: Mapping[str, str]  # ours: theirs, {} is the layer's number. `out` and `router` have .weight and .bias
-    qkv: tuple[str, ...]  # modules with .weight and .bias, too: three, or one with all three concatenated
-    blocks: str  # suffixes of quantised experts
+    names: from our names to the file's, with {} for the layer's number; `out` and `router` are modules with .weight and
+    .bias. qkv: three such modules, or one with all three concatenated. blocks, scales: suffixes of quantised experts.
+    translate: rewrites a config.json to transformers' keys.
+    """
+
+    names: Mapping[str, str]
+    qkv: tuple[str, ...]
+    blocks: str
     scales: str
     translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
@@ -73,7 +78,7 @@ class Dialect:
 
 
 def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate openai's config.json: RoPE under other names and always YaRN, alternating layers."""
+    """Translate openai's config.json. Its RoPE has other keys and is YaRN; its layer types alternate."""
     factor = config.get("rope_scaling_factor", 1.0)
     yarn = {
         "rope_type": "yarn",
@@ -129,24 +134,24 @@ ORIGINAL = Dialect(
 )
 
 
-class Recognised(NamedTuple):
-    """A checkpoint with all its tensors: config, layout, quantisation."""
+class TargetCheckpoint(NamedTuple):
+    """An open checkpoint of a target. mxfp4: its experts are quantised."""
 
     checkpoint: Checkpoint
     dialect: Dialect
     config: TargetConfig
-    mxfp4: bool  # whether its experts are MXFP4
+    mxfp4: bool
 
     @property
-    def leaves(self) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
-        return tensor_leaves(self.config, self.mxfp4, self.dialect)
+    def tensors(self) -> dict[str, tuple[TensorKind, tuple[int, ...]]]:
+        return tensor_kinds(self.config, self.mxfp4, self.dialect)
 
 
-def recognise(directory: Path) -> Recognised:
+def open_target(directory: Path) -> TargetCheckpoint:
     """Open a checkpoint, read its config.json and check its tensors' names and shapes.
 
-    Raises InputError for a config.json that is not GPT-OSS's, and naming tensors that are missing, surplus or wrongly
-    shaped.
+    Raises InputError for a config.json that is not GPT-OSS's, and for tensors that are missing, surplus or of another
+    shape.
     """
     checkpoint = read_checkpoint(directory)
     original = "model_type" not in checkpoint.config and checkpoint.has(ORIGINAL.names["embedding"])
@@ -166,13 +171,13 @@ def recognise(directory: Path) -> Recognised:
             "openai/gpt-oss, such as with the tool's own export to Hugging Face"
         )
     mxfp4 = any(name.endswith(dialect.scales) for name in checkpoint.names)
-    files = Recognised(checkpoint, dialect, config, mxfp4)
-    checkpoint.expect({name: shape for name, (_, shape) in files.leaves.items()})
+    files = TargetCheckpoint(checkpoint, dialect, config, mxfp4)
+    checkpoint.expect({name: shape for name, (_, shape) in files.tensors.items()})
     return files
 
 
 def parse_config(config: Mapping[str, Any]) -> TargetConfig:
-    """Read the TargetConfig of a config.json. Raises InputError naming a setting that is missing or not GPT-OSS's."""
+    """Read a config.json. Raises InputError for a setting that is missing or not GPT-OSS's."""
     expect_gpt_oss(config)
     refuse_others(config, _FIXED)
     num_layers = whole(config, "num_hidden_layers")
@@ -198,7 +203,7 @@ def expect_gpt_oss(config: Mapping[str, Any]) -> None:
 
 
 def render_config(config: TargetConfig, mxfp4: bool = False) -> dict[str, Any]:
-    """Render a model's config.json; parse_config reads the same TargetConfig, transformers the same model."""
+    """Render the config.json from which parse_config, and transformers, read this model."""
     quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_CONVERTED)}
     plain_rope = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta}}
     return {
@@ -211,16 +216,16 @@ def render_config(config: TargetConfig, mxfp4: bool = False) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "layer_types": list(config.layer_types),
         "sliding_window": config.sliding_window,
-        # rope_scaling null would mean _DEFAULT_ROPE
+        # a rope_scaling of null would mean _DEFAULT_ROPE
         **(plain_rope if config.rope.scaling is None else render_rope(config.rope)),
         **({"quantization_config": quantisation} if mxfp4 else {}),
     }
 
 
-def tensor_leaves(
+def tensor_kinds(
     config: TargetConfig, mxfp4: bool, dialect: Dialect = TRANSFORMERS
-) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
-    """List every tensor of a checkpoint, by layer, with its kind (how it is cut over ranks) and its shape.
+) -> dict[str, tuple[TensorKind, tuple[int, ...]]]:
+    """List a checkpoint's tensors, by layer, with the kind (how it is sharded) and the shape of each.
 
     Raises InputError for widths that MXFP4 cannot hold.
     """
@@ -229,7 +234,9 @@ def tensor_leaves(
     qkv = [("queries", width), ("keys and values", kv_width), ("keys and values", kv_width)]
     if len(dialect.qkv) == 1:
         qkv = [("qkv", width + 2 * kv_width)]
-    leaves: dict[str, tuple[str, tuple[int, ...]]] = {dialect.names["embedding"]: ("embedding", (c.vocab_size, hidden))}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        dialect.names["embedding"]: ("embedding", (c.vocab_size, hidden))
+    }
 
     def matrices(kind: str, name: str, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         if not mxfp4:
@@ -242,10 +249,10 @@ def tensor_leaves(
     for layer in range(c.num_layers):
         own = dialect.of_layer(layer)
         names = own.names
-        leaves[names["attention_norm"]] = ("norms", (hidden,))
+        tensors[names["attention_norm"]] = ("norms", (hidden,))
         for module, (kind, outputs) in zip(own.qkv, qkv, strict=True):
-            leaves |= {f"{module}.weight": (kind, (outputs, hidden)), f"{module}.bias": (kind, (outputs,))}
-        leaves |= {
+            tensors |= {f"{module}.weight": (kind, (outputs, hidden)), f"{module}.bias": (kind, (outputs,))}
+        tensors |= {
             f"{names['out']}.weight": ("output projection", (hidden, width)),
             f"{names['out']}.bias": ("output bias", (hidden,)),
             names["sinks"]: ("sinks", (c.num_heads,)),
@@ -257,19 +264,19 @@ def tensor_leaves(
             **matrices("down", names["down"], hidden, c.expert_width),
             names["down_bias"]: ("down bias", (experts, hidden)),
         }
-    leaves |= {dialect.names["norm"]: ("norms", (hidden,)), dialect.names["lm_head"]: ("head", (c.vocab_size, hidden))}
-    return {name: (LEAVES[kind], shape) for name, (kind, shape) in leaves.items()}
+    tensors |= {dialect.names["norm"]: ("norms", (hidden,)), dialect.names["lm_head"]: ("head", (c.vocab_size, hidden))}
+    return {name: (TENSOR_KINDS[kind], shape) for name, (kind, shape) in tensors.items()}
 
 
 def tensor_shapes(config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...]]:
-    """List every tensor of a transformers checkpoint of this geometry with its shape, by layer."""
-    return {name: shape for name, (_, shape) in tensor_leaves(config, mxfp4).items()}
+    """List the tensors of a transformers checkpoint with their shapes, by layer."""
+    return {name: shape for name, (_, shape) in tensor_kinds(config, mxfp4).items()}
 
 
 def stop_tokens(checkpoint: Checkpoint, vocab_size: int) -> tuple[tuple[int, ...], str | None]:
     """Return (the stop tokens, the file that names them); ((), None) if no file does.
 
-    The first file that names any counts: generation_config.json, config.json, the tokenizer's files.
+    The first file that names any is read: generation_config.json, config.json, the tokenizer's files.
     """
     directory, generation = checkpoint.directory, "generation_config.json"
     configs = {CONFIG: checkpoint.config}

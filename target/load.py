@@ -20,8 +20,8 @@ from peagle.ops.expert_matmul import (
     NativeExperts,
     PackedExperts,
     TiledExperts,
-    alternate,
-    tile,
+    tiled_experts,
+    to_panels,
 )
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix
@@ -29,17 +29,24 @@ from peagle.ops.linear.packed import BFLOAT16, pack_floats, pack_mxfp4
 from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig
-from target.dialects import TRANSFORMERS, Dialect, Recognised, recognise, render_config, stop_tokens, tensor_shapes
+from target.dialects import (
+    TRANSFORMERS,
+    Dialect,
+    TargetCheckpoint,
+    open_target,
+    render_config,
+    stop_tokens,
+    tensor_shapes,
+)
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
-from target.shard import Leaf, Part, Place
+from target.shard import ModelShard, Rank, TensorKind
 
-# Up to this many experts per selected one, dense experts are concatenated in two matrices (FusedExperts). Computing the
-# unselected ones costs that factor in multiplications and saves every gather: at 8 experts top-4 the plain matmuls win
-# at any number of rows; at 32 top-4 a decoded token would read eight times the weights it needs.
+# Up to this many experts per selected one, dense experts are concatenated in two matrices (FusedExperts). That computes
+# the unselected experts, too, and saves every gather. At 8 experts top-4 the plain matmuls win at any number of rows.
+# At 32 top-4 a decoded token would read eight times the weights it needs.
 FUSED_UP_TO = 4
-# of the free memory when loading starts; the rest is for caches, activations and other processes
-_MEMORY_SHARE = 0.8
-WHOLE = Place()
+_MEMORY_SHARE = 0.8  # of the free memory; the rest is for caches, activations and other processes
+WHOLE = Rank()
 
 ExpertsChoice = Literal["auto", "packed", "expanded"]
 Layout = Literal["packed", "expanded", "fused"]
@@ -50,39 +57,38 @@ class LoadedTarget:
     """A model in memory, and its directory's other settings."""
 
     params: TargetParams
-    config: TargetConfig  # of a rank's part, its local geometry
-    stop_token_ids: tuple[int, ...]  # may be empty
+    config: TargetConfig  # for one rank: its local geometry
+    stop_token_ids: tuple[int, ...]
     experts: Layout  # in memory
-    mxfp4: bool  # whether the files hold quantised experts
+    mxfp4: bool  # the files hold quantised experts
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetFiles:
-    """A directory's content, by config.json and the headers of its tensors."""
+    """The content of a checkpoint's directory, from config.json and the headers of its tensors."""
 
     config: TargetConfig
     stop_token_ids: tuple[int, ...]
     stop_tokens_from: str | None  # the file that names them
     mxfp4: bool
     num_parameters: int
-    num_expert_parameters: int  # those of num_parameters in the experts' matrices
+    num_expert_parameters: int  # included in num_parameters: the experts' matrices
     tensor_bytes: int
-    expert_tensor_bytes: int  # those of tensor_bytes that experts "packed" leaves as they are
+    expert_tensor_bytes: int  # included in tensor_bytes: what experts "packed" keeps as it is
 
 
-def _num_values(leaf: Leaf, shape: tuple[int, ...]) -> int:
-    """Count a tensor's values: two per byte of MXFP4 blocks, none in their scales."""
-    return math.prod(shape) * ((2 if len(shape) == 4 else 0) if leaf.mxfp4 else 1)
+def _num_values(kind: TensorKind, shape: tuple[int, ...]) -> int:
+    """Count a tensor's values: two per byte of MXFP4 blocks, none in MXFP4 scales."""
+    return math.prod(shape) * ((2 if len(shape) == 4 else 0) if kind.mxfp4 else 1)
 
 
 def inspect_target(directory: Path) -> TargetFiles:
     """Check a directory as load_target does, without reading weights. Raises the same InputErrors."""
-    files = recognise(directory)
-    counts = {True: 0, False: 0}  # by whether they are of experts
-    sizes = {True: 0, False: 0}
-    for name, (leaf, shape) in files.leaves.items():
-        counts[leaf.of_experts] += _num_values(leaf, shape)
-        sizes[leaf.of_experts] += math.prod(shape) * files.checkpoint.dtype(name).itemsize
+    files = open_target(directory)
+    counts, sizes = {True: 0, False: 0}, {True: 0, False: 0}  # True: expert matrices
+    for name, (kind, shape) in files.tensors.items():
+        counts[kind.of_experts] += _num_values(kind, shape)
+        sizes[kind.of_experts] += math.prod(shape) * files.checkpoint.dtype(name).itemsize
     stops = stop_tokens(files.checkpoint, files.config.vocab_size)
     totals = (sum(counts.values()), counts[True], sum(sizes.values()), sizes[True])
     return TargetFiles(files.config, *stops, files.mxfp4, *totals)
@@ -94,22 +100,22 @@ def weight_bytes(
     dtype: Any = jnp.float32,
     experts: ExpertsChoice = "auto",
     implementation: Implementation | None = None,
-    place: Place = WHOLE,
+    rank: Rank = WHOLE,
 ) -> int:
     """Compute the memory that load_target takes with these options, to a percent.
 
     Reads no weights. Raises the same InputErrors.
     """
-    files, native = recognise(directory), implementation == "native"
-    layout, part = _choose_layout(files, dtype, experts, native), Part(files.config, place, files.mxfp4)
+    files, native = open_target(directory), implementation == "native"
+    layout, part = _choose_layout(files, dtype, experts, native), ModelShard(files.config, rank, files.mxfp4)
     total = 0
-    for name, (leaf, shape) in files.leaves.items():
-        held = part.shape(leaf, shape)
-        if leaf.mxfp4 and layout == "packed":
-            total += math.prod(held)
+    for name, (kind, shape) in files.tensors.items():
+        local_shape = part.shape(kind, shape)
+        if kind.mxfp4 and layout == "packed":
+            total += math.prod(local_shape)
         else:
-            narrow = native and (leaf.mxfp4 or files.checkpoint.dtype(name) == BFLOAT16)
-            total += _num_values(leaf, held) * (BFLOAT16 if narrow else np.dtype(dtype)).itemsize
+            narrow = native and (kind.mxfp4 or files.checkpoint.dtype(name) == BFLOAT16)
+            total += _num_values(kind, local_shape) * (BFLOAT16 if narrow else np.dtype(dtype)).itemsize
     return total
 
 
@@ -120,32 +126,31 @@ def load_target(
     experts: ExpertsChoice = "auto",
     implementation: Implementation | None = None,
     progress: Callable[[int, int], None] | None = None,
-    place: Place = WHOLE,
+    rank: Rank = WHOLE,
 ) -> LoadedTarget:
     """Load the model in a directory: float parameters in `dtype`, on JAX's default device.
 
-    place: load only this rank's part (target.shard), and read only its bytes.
+    rank: load only this rank's part (target.shard), and read only its bytes.
 
     experts "packed" keeps MXFP4 experts as they are, "expanded" dequantises them once, at load. "auto" expands on CPU
     if that fits in free memory (dequantising inside the graph is many times slower there), and packs on accelerators.
     Unquantised experts are always expanded. Calls progress(bytes read, all bytes) while it reads.
 
-    implementation "native" packs all matrices for the compiled CPU kernels, if they run (peagle.ops.native.available).
-    bfloat16 matrices then stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4 unless "expanded"
-    makes them bfloat16.
+    implementation "native" packs all matrices for the compiled CPU kernels, which must run here. bfloat16 matrices then
+    stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4, or become bfloat16 by "expanded".
 
-    On CPU, memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped, not read in; at any time one
-    expert, or one other matrix, is in memory twice, and the largest matrix comes first.
+    On CPU, memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped; at any time one expert, or
+    one other matrix, is in memory twice, and the largest matrix comes first.
 
-    Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
+    Raises InputError for a tensor that is missing, surplus, corrupt or of another shape, a config that is not GPT-OSS,
     and "packed" for a checkpoint that is not MXFP4.
     """
-    files = recognise(directory)
+    files = open_target(directory)
     stop_token_ids, _ = stop_tokens(files.checkpoint, files.config.vocab_size)
     layout = _choose_layout(files, dtype, experts, implementation == "native")
-    part = Part(files.config, place, files.mxfp4)
+    part = ModelShard(files.config, rank, files.mxfp4)
     if progress is not None:
-        sizes = (part.read_size(*leaf) * files.checkpoint.dtype(name).itemsize for name, leaf in files.leaves.items())
+        sizes = (part.read_size(*kind) * files.checkpoint.dtype(name).itemsize for name, kind in files.tensors.items())
         files.checkpoint.watch(progress, sum(sizes))
     params = _Reader(files, part, np.dtype(dtype), implementation).params(layout)
     files.checkpoint.finish()
@@ -155,17 +160,19 @@ def load_target(
 def chosen_experts(
     directory: Path, dtype: Any, experts: ExpertsChoice, implementation: Implementation | None
 ) -> Literal["packed", "expanded"]:
-    """Resolve "auto" for load_target with these options. Raises InputError as it does."""
-    layout = _choose_layout(recognise(directory), dtype, experts, implementation == "native")
+    """Resolve experts "auto" as load_target would with these options. Raises the same InputErrors."""
+    layout = _choose_layout(open_target(directory), dtype, experts, implementation == "native")
     return "packed" if layout == "packed" else "expanded"
 
 
-def load_ends(
+def load_embedding_and_head(
     directory: Path, dtype: Any = jnp.float32, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array | PackedMatrix]:
     """Read only a target's embedding [V, D] and head [D, V]. Raises InputError as load_target does."""
-    files = recognise(directory)
-    return _Reader(files, Part(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation).ends()
+    files = open_target(directory)
+    return _Reader(
+        files, ModelShard(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation
+    ).embedding_and_head()
 
 
 def save_target(
@@ -177,11 +184,10 @@ def save_target(
     mxfp4: bool = True,
     **options: Any,
 ) -> None:
-    """Write parameters to a directory as a Hugging Face checkpoint, from any expert layout but NativeExperts.
+    """Write parameters to a directory as a Hugging Face checkpoint, from the expert layouts of XLA.
 
-    Experts are rounded to MXFP4, or without `mxfp4` stored in `dtype` like everything else. With dtype float32 and
-    mxfp4 False, load_target returns equal parameters; also for experts that were MXFP4 before. options: those of
-    write_target.
+    mxfp4: round experts to MXFP4; else store them in `dtype` like the rest. With dtype float32 and mxfp4 False,
+    load_target returns equal parameters, even if the experts were MXFP4 before. options: those of write_target.
 
     Raises InputError for MXFP4 with widths that are not multiples of 32, or if a value is not finite.
     """
@@ -200,7 +206,7 @@ def write_target(
     extra_files: Mapping[str, bytes] | None = None,
     shard_bytes: int | None = None,
 ) -> None:
-    """Write a checkpoint of tensors with their final names and shapes (`tensor_shapes`), made one by one."""
+    """Write a checkpoint of tensors by name, in the shapes of `tensor_shapes`. A generator may make them one by one."""
     pad: dict[str, Any] = {} if pad_token_id is None else {"pad_token_id": pad_token_id}
     stops: dict[str, Any] = {"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}
     rendered = render_config(config, mxfp4) | {key: ids[0] for key, ids in stops.items()} | pad
@@ -208,8 +214,8 @@ def write_target(
     write_checkpoint(directory, rendered, tensors, shard_bytes, {**(extra_files or {}), **generation})
 
 
-def _choose_layout(files: Recognised, dtype: Any, experts: ExpertsChoice, native: bool) -> Layout:
-    """Choose the experts' layout in memory. Raises InputError for an unknown choice, or one that the files lack."""
+def _choose_layout(files: TargetCheckpoint, dtype: Any, experts: ExpertsChoice, native: bool) -> Layout:
+    """Choose the experts' layout in memory. Raises InputError for an unknown choice, or one the files do not allow."""
     if experts not in ("auto", "packed", "expanded"):
         raise InputError(f"experts is {experts!r}; expected auto, packed or expanded", "experts")
     if experts == "packed" and not files.mxfp4:
@@ -223,7 +229,7 @@ def _choose_layout(files: Recognised, dtype: Any, experts: ExpertsChoice, native
     return "fused" if not native and files.config.num_experts <= FUSED_UP_TO * files.config.top_k else "expanded"
 
 
-def _expanding_pays(files: Recognised, dtype: Any) -> bool:
+def _expanding_pays(files: TargetCheckpoint, dtype: Any) -> bool:
     if jax.default_backend() != "cpu":
         return False
     weights = sum(math.prod(shape) for shape in tensor_shapes(files.config, mxfp4=False).values())
@@ -232,23 +238,23 @@ def _expanding_pays(files: Recognised, dtype: Any) -> bool:
 
 @dataclasses.dataclass
 class _Reader:
-    files: Recognised
-    part: Part
+    files: TargetCheckpoint
+    part: ModelShard
     dtype: np.dtype
     implementation: Implementation | None
 
     def __post_init__(self) -> None:
         self.checkpoint, self.dialect, _, self.mxfp4 = self.files
-        self.leaves = self.files.leaves
+        self.tensors = self.files.tensors
 
-    def ends(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
+    def embedding_and_head(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
         names = self.dialect.names
-        # the head first: the largest matrix is twice in memory for a moment, before anything else is
+        # the head first: the largest matrix is in memory twice for a moment, while nothing else is
         lm_head = self._matrix(names["lm_head"])
         return arrange_embedding(self._floats(names["embedding"]), self.dtype, self.implementation), lm_head
 
     def params(self, layout: Layout) -> TargetParams:
-        embedding, lm_head = self.ends()
+        embedding, lm_head = self.embedding_and_head()
         return TargetParams(
             embedding=embedding,
             layers=tuple(self._layer(self.dialect.of_layer(i), layout) for i in range(self.part.config.num_layers)),
@@ -281,16 +287,16 @@ class _Reader:
 
     def _floats(self, name: str) -> np.ndarray:
         self._expect_floats(name)
-        leaf, shape = self.leaves[name]
-        if not self.part.has(leaf):
+        kind, shape = self.tensors[name]
+        if not self.part.has(kind):
             self.checkpoint.ignore(name)
-            return np.zeros(self.part.shape(leaf, shape), self.checkpoint.dtype(name))
-        return self.checkpoint.take(name, shape, self.part.cuts(leaf))
+            return np.zeros(self.part.shape(kind, shape), self.checkpoint.dtype(name))
+        return self.checkpoint.take(name, shape, self.part.cuts(kind))
 
     def _by_expert(self, name: str) -> Iterator[np.ndarray]:
-        """Read a tensor of one held expert after the other."""
-        leaf, shape = self.leaves[name]
-        return self.checkpoint.parts(name, shape, self.part.cuts(leaf))
+        """Read a tensor of one local expert after the other."""
+        kind, shape = self.tensors[name]
+        return self.checkpoint.parts(name, shape, self.part.cuts(kind))
 
     def _expect_floats(self, name: str) -> None:
         dtype = self.checkpoint.dtype(name)
@@ -333,9 +339,9 @@ class _Reader:
         for matrix in ("gate_up", "down"):
             parts += [*self._on_device(self._packed_experts(names[matrix])), self._vector(names[f"{matrix}_bias"])]
         packed = PackedExperts(*parts)
-        if self.implementation == "xla" or self.part.place.ranks > 1:
+        if self.implementation == "xla" or self.part.rank.count > 1:
             return packed
-        return tile(packed, self.part.config.top_k)
+        return tiled_experts(packed, self.part.config.top_k)
 
     def _dense(self, names: Mapping[str, str], layout: Layout) -> Experts:
         """Read a layer's experts in the dtype, gates and ups apart."""
@@ -359,9 +365,9 @@ class _Reader:
 
     def _native(self, names: Mapping[str, str], layout: Layout) -> NativeExperts:
         hidden, width = self.part.config.hidden_size, self.part.config.expert_width
-        gate_up_bias = alternate(self._floats(names["gate_up_bias"]).astype(np.float32))
+        gate_up_bias = to_panels(self._floats(names["gate_up_bias"]).astype(np.float32))
         return NativeExperts(
-            gate_up=self._pack(names["gate_up"], layout, (hidden, gate_up_bias.shape[1]), alternate),
+            gate_up=self._pack(names["gate_up"], layout, (hidden, gate_up_bias.shape[1]), to_panels),
             gate_up_bias=to_device(gate_up_bias),
             down=self._pack(names["down"], layout, (width, hidden), lambda rows: rows),
             down_bias=to_device(self._floats(names["down_bias"]).astype(np.float32)),
@@ -424,12 +430,13 @@ def _tensors(
 
 
 def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool, dialect: Dialect) -> dict[str, Any]:
-    """Return a layer's experts by name, gates and ups interleaved. dialect: with the names of this layer."""
+    """Return a layer's expert tensors by name, gates and ups interleaved. dialect: with the names of this layer."""
     if isinstance(experts, NativeExperts | TiledExperts):
         raise TypeError("a model packed for the kernels cannot be saved; load it for 'xla'")
     names, count, width, hidden = dialect.names, config.num_experts, config.expert_width, config.hidden_size
     bias = np.asarray(experts.gate_up_bias)
-    matrices, pairs = [], []  # of gate and up, of down: [E, inputs, outputs]; MXFP4 (blocks, scales)
+    # for (gate and up, down): matrices [E, inputs, outputs], or pairs (blocks, scales) of MXFP4
+    matrices, pairs = [], []
     if isinstance(experts, PackedExperts):
         packed = ((experts.gate_up_blocks, experts.gate_up_scales), (experts.down_blocks, experts.down_scales))
         pairs = [(np.asarray(blocks), np.asarray(scales)) for blocks, scales in packed]

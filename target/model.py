@@ -1,15 +1,13 @@
 """Run GPT-OSS: one stack of layers, three passes over it.
 
-    forward   without a cache: a batch of whole sequences at once (training, references)
-    extend    with a cache: T rows per sequence at given positions. A chunk of a prompt, or the pending token and its
-              drafts, or one token
-    prefill   with a cache: a whole prompt, each layer in blocks of rows. Its results equal `extend` over chunks
+    forward          without a cache: a batch of whole sequences at once (training, references)
+    GptOss.extend    with a cache: T rows per sequence, such as a chunk of a prompt, or the pending token and its drafts
+    GptOss.prefill   with a cache: a whole prompt, each layer in blocks of rows. Its results equal `extend` over chunks
 
-Every pass also returns aux_hidden, the outputs of the aux layers, which the drafter reads. The first two passes run
-`_run_layers`, each with its own `attend`.
+Every pass also returns aux_hidden, the outputs of the aux layers, which the drafter reads.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import flax.struct
@@ -19,17 +17,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.attention import (
+    Attend,
+    AttendHeads,
     CacheGroup,
     PagedCache,
     PagedRows,
     Pages,
+    after_rope,
+    attend_paged,
     attention,
     group_layers,
-    init_pool,
+    init_pools,
     own_tables,
     paged_attention,
     rows_by_layer,
-    split_heads,
 )
 from peagle.ops.collectives import Ranks
 from peagle.ops.expert_matmul import expert_block
@@ -40,14 +41,10 @@ from peagle.ops.norm import Norm
 from peagle.ops.rope import rope_tables
 from peagle.ops.row_blocks import RowBlocks
 from target.config import TargetConfig
-from target.params import AttentionParams, TargetParams
+from target.params import TargetParams
 
-# (layer, its params, query, key, value) -> attention output [B, T, N, H]
-Attend = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
-# (layer, its params, qkv [B, T, (N + 2G) H], cos, sin) -> attention output [B, T, N H]
-AttendProjected = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
+CHECKED_TOGETHER = 32  # tokens per pass of `GptOss.finite`
 T = TypeVar("T")
-
 # (a function of a model and arrays, the arrays) -> its result
 Run = Callable[[Callable[..., jax.Array], np.ndarray], jax.Array]
 
@@ -60,17 +57,33 @@ def forward(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     aux_layer_ids: Sequence[int] = (),
-    attend: Attend | None = None,
+    attend: AttendHeads | None = None,
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"]]:
     """Compute (logits [B, T, V], aux_hidden [B, T, len(aux_layer_ids) * D]) of whole sequences, without a cache.
 
     Each row attends causally by position, within its own segment if there are segments. A trainer may pass in another
     implementation of that attention as `attend`.
     """
-    attend = attend or _attend_within(config, positions, segment_ids)
-    projected = _after_rope(config, attend)
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, projected, aux_layer_ids)
-    return _logits(params, config, x), aux_hidden
+    model = GptOss(params, config, tuple(aux_layer_ids))
+    heads = attend or _attend_within(params, config, positions, segment_ids)
+    projected = after_rope(heads, config.num_heads, config.num_kv_heads)
+    x, aux_hidden = model._run_layers(token_ids, positions, projected)
+    return model._logits(x), aux_hidden
+
+
+def _attend_within(
+    params: TargetParams, config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None
+) -> AttendHeads:
+    """Make the attention among the rows of one pass: causal by position, by each layer's window, within segments."""
+    masks = {window: causal_mask(positions, positions, window) for window in _windows(config)}
+    if segment_ids is not None:
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        masks = {window: mask & same for window, mask in masks.items()}
+
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(query, key, value, masks[config.window(layer)], params.layers[layer].attention.sinks)
+
+    return attend
 
 
 def cache_groups(config: TargetConfig, retain_full_kv: bool = False) -> tuple[CacheGroup, ...]:
@@ -82,267 +95,19 @@ def _windows(config: TargetConfig) -> list[int | None]:
     return [config.window(layer) for layer in range(config.num_layers)]
 
 
-def extend(
-    params: TargetParams,
-    config: TargetConfig,
-    token_ids: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    cache: PagedCache,
-    groups: Sequence[CacheGroup],
-    aux_layer_ids: Sequence[int] = (),
-    logit_rows: Int[Array, "B L"] | None = None,
-    writes: Bool[Array, "B T"] | None = None,
-    ranks: Ranks | None = None,
-) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], PagedCache]:
-    """Run T rows at their positions: write them to the cache, then attend.
-
-    groups: `cache_groups`. writes: False in rows that are already in the cache; all others write. ranks: params, config
-    and cache are this rank's part of the model (target.shard). Every rank gets the whole result.
-
-    Returns (logits of the rows in logit_rows, of all by default; aux_hidden of every row; the cache). A row of negative
-    position is inactive: it writes nothing; ignore its results. The caller's `length` decides how many of the written
-    rows count: moving it back is the rollback. The positions of a sequence's active rows are consecutive.
-    """
-    pages = list(cache.pages)
-    attend = _attend_paged(params, config, rows_by_layer(groups, _windows(config), cache, positions, writes), pages)
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids, ranks)
-    logits = _logits(params, config, x, positions, logit_rows)
-    logits = logits if ranks is None else ranks.gather(logits, config.vocab_size)
-    return logits, aux_hidden, PagedCache(tuple(pages), cache.tables)
-
-
-def prefill(
-    params: TargetParams,
-    config: TargetConfig,
-    token_ids: Int[Array, "1 T"],
-    positions: Int[Array, "1 T"],
-    cache: PagedCache,
-    groups: Sequence[CacheGroup],
-    aux_layer_ids: Sequence[int],
-    logit_rows: Int[Array, "1 L"],
-    blocks: RowBlocks,
-    writes: Bool[Array, "1 T"] | None = None,
-) -> tuple[Float[Array, "1 L V"], Float[Array, "1 T A"], PagedCache]:
-    """Run a whole prompt layer by layer, and each layer's two halves in blocks of rows.
-
-    Equals `extend` in chunks of `blocks.query_rows`, except that experts see more rows at once. Active rows come first;
-    blocks without any take no time. The table of a windowed group may repeat its pages: it needs those that the window
-    of a block's queries reaches.
-    """
-    x = embed(params.embedding, token_ids, params.dtype)
-    cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
-    aux_hidden = jnp.zeros((*token_ids.shape, len(aux_layer_ids) * config.hidden_size), x.dtype)
-    pages = list(cache.pages)
-    placed = rows_by_layer(groups, _windows(config), cache, positions, writes)
-    for index in range(config.num_layers):
-        x, pages[index] = _attention_by_blocks(
-            params, config, index, x, positions, cos, sin, pages[index], placed[index], blocks.query_rows
-        )
-        x = _experts_by_blocks(params, config, index, x, positions, blocks.expert_rows)
-        if index in aux_layer_ids:
-            place = aux_layer_ids.index(index) * config.hidden_size
-            aux_hidden = jax.lax.dynamic_update_slice_in_dim(aux_hidden, x, place, axis=2)
-    return _logits(params, config, x, positions, logit_rows), aux_hidden, PagedCache(tuple(pages), cache.tables)
-
-
-def _attention_by_blocks(
-    params: TargetParams,
-    config: TargetConfig,
-    index: int,
-    x: jax.Array,
-    positions: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    pages: Pages,
-    rows: PagedRows,
-    size: int,
-) -> tuple[jax.Array, Pages]:
-    def one(block: jax.Array, carry: tuple[jax.Array, Pages]) -> tuple[jax.Array, Pages]:
-        x, pages = carry
-        part, at, of_cos, of_sin, write, first, last = (
-            _rows(leaf, block, size) for leaf in (x, positions, cos, sin, rows.write, rows.first, rows.last)
-        )
-        held = {index: pages}
-        placed = rows.replace(write=write, first=first, last=last)  # type: ignore[attr-defined]
-        attend = _attend_paged(params, config, {index: placed}, held)
-        part = _attention_half(params, config, index, part, None, at, of_cos, of_sin, attend)
-        return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1), held[index]
-
-    return _for_active_blocks(one, positions, size, (x, pages))
-
-
-def _experts_by_blocks(
-    params: TargetParams, config: TargetConfig, index: int, x: jax.Array, positions: jax.Array, size: int
-) -> jax.Array:
-    def one(block: jax.Array, x: jax.Array) -> jax.Array:
-        rows, at = _rows(x, block, size), _rows(positions, block, size)
-        part, _ = _expert_half(params, config, index, rows, at, norms_next=False)
-        return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1)
-
-    return _for_active_blocks(one, positions, size, x)
-
-
-def _for_active_blocks(one: Callable[[jax.Array, T], T], positions: jax.Array, size: int, carry: T) -> T:
-    """Run `one` over the blocks with active rows."""
-    num_active = jnp.sum(positions >= 0, dtype=jnp.int32)
-    done: T = jax.lax.fori_loop(jnp.int32(0), (num_active + size - 1) // size, one, carry)
-    return done
-
-
-def _rows(of_all: jax.Array, block: jax.Array, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(of_all, block * size, size, axis=1)
-
-
-def _attend_paged(
-    params: TargetParams,
-    config: TargetConfig,
-    rows: Mapping[int, PagedRows],
-    pages: MutableMapping[int, Pages] | list[Pages],
-) -> AttendProjected:
-    """Make the attention over pages: write the rows to the layer's pages, replaced in `pages`, then attend."""
-
-    def attend(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        out, pages[layer] = paged_attention(
-            qkv,
-            cos,
-            sin,
-            pages[layer],
-            rows[layer],
-            config.num_heads,
-            p.sinks,
-            implementation=params.implementation,
-        )
-        return out
-
-    return attend
-
-
-def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None) -> Attend:
-    """Make the attention among the rows of one pass: causal by position, by each layer's window, within segments."""
-    masks = {
-        window: causal_mask(positions, positions, window) for window in map(config.window, range(config.num_layers))
-    }
-    if segment_ids is not None:
-        same = segment_ids[:, :, None] == segment_ids[:, None, :]
-        masks = {window: mask & same for window, mask in masks.items()}
-
-    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return attention(query, key, value, masks[config.window(layer)], p.sinks)
-
-    return attend
-
-
-def _after_rope(config: TargetConfig, attend: Attend) -> AttendProjected:
-    """Wrap `attend` to take the qkv projection: split it into heads and apply RoPE first."""
-
-    def projected(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
-        return attend(layer, p, query, key, value).reshape(*qkv.shape[:2], -1)
-
-    return projected
-
-
-def _run_layers(
-    params: TargetParams,
-    config: TargetConfig,
-    token_ids: jax.Array,
-    positions: jax.Array,
-    attend: AttendProjected,
-    aux_layer_ids: Sequence[int],
-    ranks: Ranks | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (residual stream after the last layer [B, T, D], aux_hidden [B, T, A])."""
-    x = embed(params.embedding, token_ids, params.dtype)
-    cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
-    aux_hidden: dict[int, jax.Array] = {}
-    normalised = None
-    for index in range(config.num_layers):
-        x = _attention_half(params, config, index, x, normalised, positions, cos, sin, attend, ranks)
-        x, normalised = _expert_half(params, config, index, x, positions, ranks)
-        if index in aux_layer_ids:
-            aux_hidden[index] = x
-    none = jnp.zeros((*token_ids.shape, 0), x.dtype)
-    return x, jnp.concatenate([aux_hidden[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else none
-
-
-def _attention_half(
-    params: TargetParams,
-    config: TargetConfig,
-    index: int,
-    x: jax.Array,
-    normalised: jax.Array | None,
-    positions: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    attend: AttendProjected,
-    ranks: Ranks | None = None,
-) -> jax.Array:
-    """Return x + the attention of norm(x), which is `normalised` if the layer before has computed it."""
-    p, reduce = params.layers[index].attention, None if ranks is None else ranks.reduce
-    norm = Norm(p.norm, config.rms_norm_eps) if normalised is None else None
-    by = params.implementation
-    rows = x if normalised is None else normalised
-    qkv = linear(rows, p.qkv, p.qkv_bias, norm=norm, positions=positions, implementation=by)
-    out = attend(index, p, qkv, cos, sin)
-    return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce, implementation=by)
-
-
-def _expert_half(
-    params: TargetParams,
-    config: TargetConfig,
-    index: int,
-    x: jax.Array,
-    positions: jax.Array,
-    ranks: Ranks | None = None,
-    *,
-    norms_next: bool = True,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return (y = x + the experts of norm(x), the next layer's norm(y) or None). See `expert_block`."""
-    moe, following = params.layers[index].moe, index + 1
-    has_next = norms_next and following < config.num_layers
-    next_norm = params.layers[following].attention.norm if has_next else None
-    return expert_block(
-        x,
-        Norm(moe.norm, config.rms_norm_eps),
-        moe.router,
-        moe.router_bias,
-        moe.experts,
-        config.top_k,
-        config.swiglu_limit,
-        positions,
-        next_norm=None if next_norm is None else Norm(next_norm, config.rms_norm_eps),
-        implementation=params.implementation,
-        ranks=ranks,
-    )
-
-
-def _logits(
-    params: TargetParams,
-    config: TargetConfig,
-    x: jax.Array,
-    positions: jax.Array | None = None,
-    rows: jax.Array | None = None,
-) -> jax.Array:
-    """Compute the logits of `rows` [B, L], of all by default."""
-    if rows is not None:
-        x = jnp.take_along_axis(x, rows[:, :, None], axis=1)
-        positions = None if positions is None else jnp.take_along_axis(positions, rows, axis=1)
-    norm = Norm(params.norm, config.rms_norm_eps)
-    return linear(x, params.lm_head, norm=norm, positions=positions, implementation=params.implementation)
-
-
-CHECKED_TOGETHER = 32  # tokens per pass of `GptOss.finite`
-
-
 @flax.struct.dataclass
 class GptOss:
-    """The engine's view of a model (peagle.protocols.Target): parameters with their static settings."""
+    """The engine's view of a model (peagle.protocols.Target): parameters with their static settings.
+
+    ranks: params, config and caches are this rank's part (target.shard), and every rank gets the whole result; None:
+    the whole model, on one device.
+    """
 
     params: TargetParams
     config: TargetConfig = flax.struct.field(pytree_node=False)
     aux_layer_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     retain_full_kv: bool = flax.struct.field(pytree_node=False, default=False)
-    ranks: Ranks | None = flax.struct.field(pytree_node=False, default=None)  # None: the whole model, on one device
+    ranks: Ranks | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def vocab_size(self) -> int:
@@ -359,7 +124,7 @@ class GptOss:
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
         """Make the empty pools of all layers. num_pages: of each group."""
         config = self.config
-        return init_pool(self.cache_groups, num_pages, config.num_kv_heads, config.head_dim, self.params.dtype)
+        return init_pools(self.cache_groups, num_pages, config.num_kv_heads, config.head_dim, self.params.dtype)
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches with their own pages, for `capacity` positions and a pass of `widest_write` rows."""
@@ -374,19 +139,27 @@ class GptOss:
         logit_rows: Int[Array, "B L"] | None = None,
         writes: Bool[Array, "B T"] | None = None,
     ) -> tuple[VerifyOutput, PagedCache]:
-        logits, aux, cache = extend(
-            self.params,
-            self.config,
-            token_ids,
-            positions,
+        """Run T rows at their positions: write them to the cache, then attend.
+
+        Returns the logits of `logit_rows`, by default of all, and the aux_hidden of every row. writes: False in rows
+        that are already in the cache. A row of negative position is inactive: it writes nothing; ignore its results.
+        The positions of a sequence's active rows are consecutive. The caller's `length` decides how many of the written
+        rows count: moving it back is the rollback.
+        """
+        attend, written = attend_paged(
             cache,
             self.cache_groups,
-            self.aux_layer_ids,
-            logit_rows,
-            writes,
-            self.ranks,
+            _windows(self.config),
+            positions,
+            self.config.num_heads,
+            sinks=[layer.attention.sinks for layer in self.params.layers],
+            writes=writes,
+            implementation=self.params.implementation,
         )
-        return VerifyOutput(logits, aux), cache
+        x, aux_hidden = self._run_layers(token_ids, positions, attend)
+        logits = self._logits(x, positions, logit_rows)
+        logits = logits if self.ranks is None else self.ranks.gather(logits, self.config.vocab_size)
+        return VerifyOutput(logits, aux_hidden), written()
 
     def prefill(
         self,
@@ -397,19 +170,133 @@ class GptOss:
         blocks: RowBlocks,
         writes: Bool[Array, "1 T"] | None = None,
     ) -> tuple[VerifyOutput, PagedCache]:
-        logits, aux, cache = prefill(
-            self.params,
-            self.config,
-            token_ids,
+        """Run a whole prompt layer by layer, and each layer's two halves in blocks of rows.
+
+        Equals `extend` in chunks of `blocks.query_rows`, except that experts see more rows at once. Active rows come
+        first; blocks without any take no time. The table of a windowed group may repeat its pages: it needs those that
+        the window of a block's queries reaches.
+        """
+        x, cos, sin = self._embedded(token_ids, positions)
+        aux_hidden = jnp.zeros((*token_ids.shape, len(self.aux_layer_ids) * self.config.hidden_size), x.dtype)
+        pages = list(cache.pages)
+        rows = rows_by_layer(self.cache_groups, _windows(self.config), cache, positions, writes)
+        for index in range(self.config.num_layers):
+            x, pages[index] = self._attention_by_blocks(
+                index, x, positions, cos, sin, pages[index], rows[index], blocks.query_rows
+            )
+            x = self._experts_by_blocks(index, x, positions, blocks.expert_rows)
+            if index in self.aux_layer_ids:
+                place = self.aux_layer_ids.index(index) * self.config.hidden_size
+                aux_hidden = jax.lax.dynamic_update_slice_in_dim(aux_hidden, x, place, axis=2)
+        logits = self._logits(x, positions, logit_rows)
+        return VerifyOutput(logits, aux_hidden), PagedCache(tuple(pages), cache.tables)
+
+    def _attention_by_blocks(
+        self,
+        index: int,
+        x: jax.Array,
+        positions: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        pages: Pages,
+        rows: PagedRows,
+        size: int,
+    ) -> tuple[jax.Array, Pages]:
+        sinks, num_heads = self.params.layers[index].attention.sinks, self.config.num_heads
+
+        def one(block: jax.Array, carry: tuple[jax.Array, Pages]) -> tuple[jax.Array, Pages]:
+            x, pages = carry
+            part, at, of_cos, of_sin, write, first, last = (
+                _rows(leaf, block, size) for leaf in (x, positions, cos, sin, rows.write, rows.first, rows.last)
+            )
+            block_rows = rows.replace(write=write, first=first, last=last)  # type: ignore[attr-defined]
+
+            def attend(_: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+                nonlocal pages
+                out, pages = paged_attention(
+                    qkv, cos, sin, pages, block_rows, num_heads, sinks, implementation=self.params.implementation
+                )
+                return out
+
+            part = self._attention_half(index, part, None, at, of_cos, of_sin, attend)
+            return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1), pages
+
+        return _for_active_blocks(one, positions, size, (x, pages))
+
+    def _experts_by_blocks(self, index: int, x: jax.Array, positions: jax.Array, size: int) -> jax.Array:
+        def one(block: jax.Array, x: jax.Array) -> jax.Array:
+            part, _ = self._expert_half(index, _rows(x, block, size), _rows(positions, block, size), norms_next=False)
+            return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1)
+
+        return _for_active_blocks(one, positions, size, x)
+
+    def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return (the tokens' embeddings, cos, sin)."""
+        params = self.params
+        tables = rope_tables(self.config.rope, positions, params.dtype, implementation=params.implementation)
+        return embed(params.embedding, token_ids, params.dtype), *tables
+
+    def _run_layers(
+        self, token_ids: jax.Array, positions: jax.Array, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"]]:
+        """Return (residual stream after the last layer, aux_hidden)."""
+        x, cos, sin = self._embedded(token_ids, positions)
+        aux_hidden: dict[int, jax.Array] = {}
+        normalised = None
+        for index in range(self.config.num_layers):
+            x = self._attention_half(index, x, normalised, positions, cos, sin, attend)
+            x, normalised = self._expert_half(index, x, positions)
+            if index in self.aux_layer_ids:
+                aux_hidden[index] = x
+        none = jnp.zeros((*token_ids.shape, 0), x.dtype)
+        return x, jnp.concatenate([aux_hidden[i] for i in self.aux_layer_ids], axis=-1) if self.aux_layer_ids else none
+
+    def _attention_half(
+        self,
+        index: int,
+        x: jax.Array,
+        normalised: jax.Array | None,
+        positions: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        attend: Attend,
+    ) -> jax.Array:
+        """Return x + the attention of norm(x), which is `normalised` if the layer before has computed it."""
+        p, reduce = self.params.layers[index].attention, None if self.ranks is None else self.ranks.reduce
+        norm = Norm(p.norm, self.config.rms_norm_eps) if normalised is None else None
+        rows, by = x if normalised is None else normalised, self.params.implementation
+        qkv = linear(rows, p.qkv, p.qkv_bias, norm=norm, positions=positions, implementation=by)
+        out = attend(index, qkv, cos, sin)
+        return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce, implementation=by)
+
+    def _expert_half(
+        self, index: int, x: jax.Array, positions: jax.Array, *, norms_next: bool = True
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return (y = x + the experts of norm(x), the next layer's norm(y) or None). See `expert_block`."""
+        moe, eps = self.params.layers[index].moe, self.config.rms_norm_eps
+        has_next = norms_next and index + 1 < self.config.num_layers
+        return expert_block(
+            x,
+            Norm(moe.norm, eps),
+            moe.router,
+            moe.router_bias,
+            moe.experts,
+            self.config.top_k,
+            self.config.swiglu_limit,
             positions,
-            cache,
-            self.cache_groups,
-            self.aux_layer_ids,
-            logit_rows,
-            blocks,
-            writes,
+            next_norm=Norm(self.params.layers[index + 1].attention.norm, eps) if has_next else None,
+            implementation=self.params.implementation,
+            ranks=self.ranks,
         )
-        return VerifyOutput(logits, aux), cache
+
+    def _logits(self, x: jax.Array, positions: jax.Array | None = None, rows: jax.Array | None = None) -> jax.Array:
+        """Compute the logits of `rows` [B, L], of all by default."""
+        if rows is not None:
+            x = jnp.take_along_axis(x, rows[:, :, None], axis=1)
+            positions = None if positions is None else jnp.take_along_axis(positions, rows, axis=1)
+        params = self.params
+        norm = Norm(params.norm, self.config.rms_norm_eps)
+        return linear(x, params.lm_head, norm=norm, positions=positions, implementation=params.implementation)
 
     def finite(self, token_ids: Int[Array, "one T"]) -> Bool[Array, "outputs T"]:
         """Run a sequence, T a multiple of CHECKED_TOGETHER; return whether each output is finite at each position.
@@ -435,8 +322,8 @@ class GptOss:
     def first_not_finite(self, token_ids: Sequence[int], run: Run | None = None) -> str | None:
         """Run the tokens once more and name the first output that is not finite; None if all are.
 
-        Outputs are ordered by pass of CHECKED_TOGETHER tokens, then by layer, then by position. run: calls the method
-        on the parts of a model that is cut.
+        The order is by pass of CHECKED_TOGETHER tokens, then by layer, then by position. run: runs `finite` on the
+        ranks of a model over several devices.
         """
         last = self.config.num_layers - 1
         names = ["the embedding", *(f"layer {layer} of 0..{last}" for layer in range(last + 1)), "the head"]
@@ -452,3 +339,14 @@ class GptOss:
 
 
 _finite = jax.jit(GptOss.finite)
+
+
+def _for_active_blocks(one: Callable[[jax.Array, T], T], positions: jax.Array, size: int, carry: T) -> T:
+    """Run `one` over the blocks with active rows."""
+    num_active = jnp.sum(positions >= 0, dtype=jnp.int32)
+    result: T = jax.lax.fori_loop(jnp.int32(0), (num_active + size - 1) // size, one, carry)
+    return result
+
+
+def _rows(values: jax.Array, block: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(values, block * size, size, axis=1)

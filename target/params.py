@@ -1,7 +1,7 @@
 """The parameters of a GPT-OSS model as a pytree, and their random initialisation.
 
-Matrices are arrays with the input dimension first (`x @ w`), or all of them packed matrices for the native kernels
-(peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, V vocabulary.
+Matrices are arrays with the input dimension first (`x @ w`); for the native kernels all are packed (peagle.ops.linear).
+D hidden size, N query heads, G kv heads, H head_dim, E experts, V vocabulary.
 """
 
 import flax.struct
@@ -70,16 +70,14 @@ def init_params(config: TargetConfig, key: jax.Array, dtype: DTypeLike = jnp.flo
 
     def layer(key: jax.Array) -> LayerParams:
         keys = jax.random.split(key, 5)
-        qkv_width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        heads_width, qkv_width = c.num_heads * c.head_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         all_width = c.num_experts * c.expert_width
         return LayerParams(
             attention=AttentionParams(
                 norm=jnp.ones((c.hidden_size,), dtype),
                 qkv=matrix(keys[0], (c.hidden_size, qkv_width), c.hidden_size),
                 qkv_bias=zeros(qkv_width),
-                out=matrix(
-                    keys[1], (c.num_heads * c.head_dim, c.hidden_size), c.num_heads * c.head_dim, residual_scale
-                ),
+                out=matrix(keys[1], (heads_width, c.hidden_size), heads_width, residual_scale),
                 out_bias=zeros(c.hidden_size),
                 sinks=zeros(c.num_heads),
             ),

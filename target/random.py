@@ -1,7 +1,7 @@
-"""A GPT-OSS model of random weights, made in the device's memory without a file, to time full geometries.
+"""Make GPT-OSS models of random weights in the device's memory, to time full geometries without their files.
 
-Experts are MXFP4 as in checkpoints, the rest is in the dtype of the arithmetic. Weights are scaled as at
-initialisation: activations stay finite, and routing is spread over the experts.
+Experts are MXFP4 as in checkpoints, the rest is in `dtype`. Weights are scaled as at initialisation: activations stay
+finite, and rows are routed evenly to the experts.
 """
 
 import functools
@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from peagle.ops.expert_matmul import PackedExperts, tile
+from peagle.ops.expert_matmul import PackedExperts, tiled_experts
+from peagle.ops.memory import tree_bytes
 from peagle.ops.mxfp4 import BLOCK
 from target.config import TargetConfig
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
@@ -24,7 +25,7 @@ def random_params(
 ) -> TargetParams:
     """Draw parameters on JAX's default device, layer by layer: peak memory is theirs plus one layer's.
 
-    Experts are laid out as by `load_target` or, with as_stored, as in checkpoints.
+    as_stored: experts are laid out as in checkpoints; else as by `load_target`.
     """
     # not threefry: drawing 65 GB must take only seconds
     keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), config.num_layers + 2)
@@ -40,14 +41,12 @@ def random_params(
 
 
 def random_bytes(config: TargetConfig, dtype: DTypeLike = jnp.bfloat16) -> int:
-    shapes = jax.eval_shape(lambda: random_params(config, 0, dtype, as_stored=True))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    return tree_bytes(jax.eval_shape(lambda: random_params(config, 0, dtype, as_stored=True)))
 
 
 def _arranged(layer: LayerParams, config: TargetConfig) -> LayerParams:
-    packed = layer.moe.experts
-    assert isinstance(packed, PackedExperts)
-    experts = tile(packed, config.top_k)
+    assert isinstance(layer.moe.experts, PackedExperts)
+    experts = tiled_experts(layer.moe.experts, config.top_k)
     return layer.replace(moe=layer.moe.replace(experts=experts))  # type: ignore[attr-defined]
 
 

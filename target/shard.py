@@ -1,17 +1,17 @@
-"""Cut a model over ranks: which axis of which tensor is cut, and how. On tensors as checkpoints store them.
+"""Shard a model over ranks: which axis of which tensor is cut, and how. Tensors are as checkpoints store them.
 
-Ranks are numbered by expert group: rank = group * tp + place in the group.
+Ranks are numbered by expert group: index = group * tp + number within the group.
 
     heads           over all ranks: queries and their sinks, the inputs of the output projection
-    kv heads        over all ranks; if there are fewer of them, neighbouring ranks hold the same one
-    expert width    over the tp ranks of a group, in whole MXFP4 blocks; the last ranks get less, and zeros
+    kv heads        over all ranks; with more ranks than kv heads, neighbouring ranks hold the same one
+    expert width    over the tp ranks of a group, in whole MXFP4 blocks; the last ranks are padded with zeros
     experts         over the ep groups
-    vocabulary      the head's, over all ranks; the last ranks get less, and zeros
-    once            biases of sums over ranks: one rank has them, the others have zeros
+    vocabulary      the head's, over all ranks; the last ranks are padded with zeros
+    once            biases that are added to a sum over ranks: one rank has them, the others have zeros
     the rest        on every rank
 
-Zeros are inert: zero gate and up give a zero hidden value, which multiplies zeros. Example: width 2880 is 90 blocks; at
-tp = 8 ranks 0 to 6 hold 12 of them and rank 7 the last 6, each in 384 columns.
+Padding adds nothing: a zero gate and up give a zero hidden value, which multiplies zeros. Example: width 2880 is 90
+blocks; at tp = 8 ranks 0 to 6 hold 12 of them and rank 7 the last 6, each in 384 columns.
 """
 
 import dataclasses
@@ -19,15 +19,13 @@ import enum
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from peagle.ops.checkpoint import Cut
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import BLOCK
 from target.config import TargetConfig
 
 
-class Hint(enum.Enum):
+class CutBy(enum.Enum):
     """How an axis is cut."""
 
     WHOLE = "not at all"
@@ -43,11 +41,11 @@ class Hint(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A kind of tensor: how its first axes are cut; the others are whole. once: only one rank of a sum has it."""
+class TensorKind:
+    """A kind of tensor. axes: how its first axes are cut; the others are whole. once: one rank of a sum has it."""
 
     name: str
-    axes: tuple[Hint, ...] = ()
+    axes: tuple[CutBy, ...] = ()
     once: bool = False
 
     @property
@@ -56,7 +54,7 @@ class Leaf:
 
     @property
     def of_experts(self) -> bool:
-        """Whether it is a matrix of the experts, quantised or not."""
+        """Whether it is an expert matrix, quantised or not."""
         return self.name.removesuffix(", MXFP4") in ("gate and up", "down")
 
     @property
@@ -64,40 +62,40 @@ class Leaf:
         return not self.axes and not self.once
 
 
-_E, _ALL = Hint.EXPERTS, Hint.WHOLE
-LEAVES = {
-    leaf.name: leaf
-    for leaf in (
-        Leaf("embedding"),
-        Leaf("norms"),
-        Leaf("router"),
-        Leaf("queries", (Hint.HEADS,)),
-        Leaf("keys and values", (Hint.KV_HEADS,)),
-        Leaf("qkv", (Hint.QKV,)),
-        Leaf("output projection", (_ALL, Hint.HEADS)),
-        Leaf("output bias", once=True),
-        Leaf("sinks", (Hint.HEAD,)),
-        Leaf("gate and up", (_E, _ALL, Hint.GATE_UP)),
-        Leaf("gate and up, MXFP4", (_E, Hint.GATE_UP)),
-        Leaf("gate and up bias", (_E, Hint.GATE_UP)),
-        Leaf("down", (_E, Hint.WIDTH)),
-        Leaf("down, MXFP4", (_E, _ALL, Hint.BLOCKS)),
-        Leaf("down bias", (_E,), once=True),
-        Leaf("head", (Hint.VOCABULARY,)),
+_E, _ALL = CutBy.EXPERTS, CutBy.WHOLE
+TENSOR_KINDS = {
+    kind.name: kind
+    for kind in (
+        TensorKind("embedding"),
+        TensorKind("norms"),
+        TensorKind("router"),
+        TensorKind("queries", (CutBy.HEADS,)),
+        TensorKind("keys and values", (CutBy.KV_HEADS,)),
+        TensorKind("qkv", (CutBy.QKV,)),
+        TensorKind("output projection", (_ALL, CutBy.HEADS)),
+        TensorKind("output bias", once=True),
+        TensorKind("sinks", (CutBy.HEAD,)),
+        TensorKind("gate and up", (_E, _ALL, CutBy.GATE_UP)),
+        TensorKind("gate and up, MXFP4", (_E, CutBy.GATE_UP)),
+        TensorKind("gate and up bias", (_E, CutBy.GATE_UP)),
+        TensorKind("down", (_E, CutBy.WIDTH)),
+        TensorKind("down, MXFP4", (_E, _ALL, CutBy.BLOCKS)),
+        TensorKind("down bias", (_E,), once=True),
+        TensorKind("head", (CutBy.VOCABULARY,)),
     )
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """A rank among tp x ep."""
+class Rank:
+    """A rank of tp x ep."""
 
-    rank: int = 0
+    index: int = 0
     tp: int = 1
     ep: int = 1
 
     @property
-    def ranks(self) -> int:
+    def count(self) -> int:
         return self.tp * self.ep
 
 
@@ -129,96 +127,77 @@ def _one_of(numbers: Sequence[int]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-class Part:
-    """One rank's part of a model. Raises InputError as `check_ranks` does."""
+class ModelShard:
+    """One rank's part of a model: `config` is its local geometry, `whole` the model's.
 
-    def __init__(self, config: TargetConfig, place: Place, mxfp4: bool) -> None:
-        """mxfp4: cut the expert width in whole blocks."""
-        check_ranks(config, place.tp, place.ep)
-        self.whole, self.place = config, place
-        self.num_experts = config.num_experts // place.ep
-        self._unit = BLOCK if mxfp4 else 1
-        units = config.expert_width // self._unit
-        # its local geometry; the router's experts and the vocabulary stay the whole model's
+    mxfp4: cut the expert width in whole blocks. Raises InputError as `check_ranks` does.
+    """
+
+    def __init__(self, config: TargetConfig, rank: Rank, mxfp4: bool) -> None:
+        check_ranks(config, rank.tp, rank.ep)
+        self.whole, self.rank = config, rank
+        self.num_experts = config.num_experts // rank.ep
+        unit = BLOCK if mxfp4 else 1
+        # the router's experts and the vocabulary stay the whole model's
         self.config = dataclasses.replace(
             config,
-            num_heads=config.num_heads // place.ranks,
-            num_kv_heads=max(config.num_kv_heads // place.ranks, 1),
-            expert_width=-(-units // place.tp) * self._unit,
+            num_heads=config.num_heads // rank.count,
+            num_kv_heads=max(config.num_kv_heads // rank.count, 1),
+            expert_width=-(-(config.expert_width // unit) // rank.tp) * unit,
         )
 
-    def cuts(self, leaf: Leaf) -> tuple[Cut, ...]:
-        return tuple(self._cut(hint) for hint in leaf.axes)
+    def cuts(self, kind: TensorKind) -> tuple[Cut, ...]:
+        return tuple(self._cut(by) for by in kind.axes)
 
-    def has(self, leaf: Leaf) -> bool:
-        """Whether the rank has the leaf's values, not zeros instead."""
-        place = self.place
-        return not leaf.once or (place.rank % place.tp if leaf.axes else place.rank) == 0
+    def has(self, kind: TensorKind) -> bool:
+        """Whether the rank holds the tensor's values, rather than zeros."""
+        return not kind.once or (self.rank.index % self.rank.tp if kind.axes else self.rank.index) == 0
 
-    def shape(self, leaf: Leaf, whole: tuple[int, ...]) -> tuple[int, ...]:
-        cut = tuple(cut.width or size for cut, size in zip(self.cuts(leaf), whole, strict=False))
+    def shape(self, kind: TensorKind, whole: tuple[int, ...]) -> tuple[int, ...]:
+        cut = tuple(cut.width or size for cut, size in zip(self.cuts(kind), whole, strict=False))
         return cut + whole[len(cut) :]
 
-    def read_size(self, leaf: Leaf, whole: tuple[int, ...]) -> int:
-        """Count the elements of a tensor that it holds, without zeros."""
-        held = [len(cut.indices(size)) for cut, size in zip(self.cuts(leaf), whole, strict=False)]
-        return math.prod(held) * math.prod(whole[len(held) :]) if self.has(leaf) else 0
+    def read_size(self, kind: TensorKind, whole: tuple[int, ...]) -> int:
+        """Count the elements of a tensor that the rank reads: those it holds, without padding."""
+        sizes = [len(cut.indices(size)) for cut, size in zip(self.cuts(kind), whole, strict=False)]
+        return math.prod(sizes) * math.prod(whole[len(sizes) :]) if self.has(kind) else 0
 
-    def _cut(self, hint: Hint) -> Cut:
-        whole, mine, place = self.whole, self.config, self.place
-        head_dim, group, within = whole.head_dim, place.rank // place.tp, place.rank % place.tp
-        kv_head = place.rank * whole.num_kv_heads // place.ranks
-        match hint:
-            case Hint.WHOLE:
+    def _cut(self, by: CutBy) -> Cut:
+        whole, local, rank = self.whole, self.config, self.rank
+        head_dim, group, within = whole.head_dim, rank.index // rank.tp, rank.index % rank.tp
+        kv_head = rank.index * whole.num_kv_heads // rank.count
+        match by:
+            case CutBy.WHOLE:
                 return Cut()
-            case Hint.HEAD:
-                return _stretch(place.rank, mine.num_heads, whole.num_heads)
-            case Hint.HEADS:
-                return _stretch(place.rank, mine.num_heads, whole.num_heads, head_dim)
-            case Hint.KV_HEADS:
-                return _run(kv_head, mine.num_kv_heads, head_dim)
-            case Hint.QKV:
-                queries, keys = (self._cut(hint).stretches[0] for hint in (Hint.HEADS, Hint.KV_HEADS))
-                after = whole.num_heads * head_dim
-                behind = after + whole.num_kv_heads * head_dim
-                shifted = [slice(keys.start + start, keys.stop + start) for start in (after, behind)]
-                return Cut((queries, *shifted), (mine.num_heads + 2 * mine.num_kv_heads) * head_dim)
-            case Hint.WIDTH:
-                return _stretch(within, mine.expert_width, whole.expert_width)
-            case Hint.GATE_UP:
-                return _stretch(within, mine.expert_width, whole.expert_width, 2)
-            case Hint.BLOCKS:
-                return _stretch(within, mine.expert_width // BLOCK, whole.expert_width // BLOCK)
-            case Hint.EXPERTS:
-                return _run(group * self.num_experts, self.num_experts)
-            case Hint.VOCABULARY:
-                return _stretch(place.rank, -(-whole.vocab_size // place.ranks), whole.vocab_size)
+            case CutBy.HEAD:
+                return _share(rank.index, local.num_heads, whole.num_heads)
+            case CutBy.HEADS:
+                return _share(rank.index, local.num_heads, whole.num_heads, head_dim)
+            case CutBy.KV_HEADS:
+                return _range(kv_head, local.num_kv_heads, head_dim)
+            case CutBy.QKV:
+                queries, keys = (self._cut(by).slices[0] for by in (CutBy.HEADS, CutBy.KV_HEADS))
+                first_key = whole.num_heads * head_dim
+                first_value = first_key + whole.num_kv_heads * head_dim
+                shifted = [slice(keys.start + start, keys.stop + start) for start in (first_key, first_value)]
+                return Cut((queries, *shifted), (local.num_heads + 2 * local.num_kv_heads) * head_dim)
+            case CutBy.WIDTH:
+                return _share(within, local.expert_width, whole.expert_width)
+            case CutBy.GATE_UP:
+                return _share(within, local.expert_width, whole.expert_width, 2)
+            case CutBy.BLOCKS:
+                return _share(within, local.expert_width // BLOCK, whole.expert_width // BLOCK)
+            case CutBy.EXPERTS:
+                return _range(group * self.num_experts, self.num_experts)
+            case CutBy.VOCABULARY:
+                return _share(rank.index, -(-whole.vocab_size // rank.count), whole.vocab_size)
 
 
-def _stretch(place: int, share: int, whole: int, size: int = 1) -> Cut:
-    """Cut `share` units of `size` elements from the place on; fewer at the end of the `whole` units."""
-    start, end = (min(at * share, whole) * size for at in (place, place + 1))
+def _share(index: int, share: int, whole: int, size: int = 1) -> Cut:
+    """Cut the index-th share of `whole` units of `size` elements; the last shares may have fewer than `share` units."""
+    start, end = (min(number * share, whole) * size for number in (index, index + 1))
     return Cut((slice(start, end),), share * size)
 
 
-def _run(first: int, count: int, size: int = 1) -> Cut:
+def _range(first: int, count: int, size: int = 1) -> Cut:
     return Cut((slice(first * size, (first + count) * size),), count * size)
-
-
-def split(leaf: Leaf, tensor: np.ndarray, part: Part) -> np.ndarray:
-    if not part.has(leaf):
-        return np.zeros(part.shape(leaf, tensor.shape), tensor.dtype)
-    for axis, cut in enumerate(part.cuts(leaf)):
-        tensor = cut.take(tensor, axis)
-    return tensor
-
-
-def unsplit(leaf: Leaf, tensors: Sequence[np.ndarray], parts: Sequence[Part], shape: tuple[int, ...]) -> np.ndarray:
-    whole = np.zeros(shape, tensors[0].dtype)
-    for tensor, part in zip(tensors, parts, strict=True):
-        if not part.has(leaf):
-            continue
-        cuts = [*part.cuts(leaf), *[Cut()] * (len(shape) - len(leaf.axes))]
-        places = [cut.indices(size) for cut, size in zip(cuts, shape, strict=True)]
-        whole[np.ix_(*places)] = tensor[tuple(slice(0, len(index)) for index in places)]
-    return whole

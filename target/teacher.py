@@ -12,7 +12,7 @@ from target.params import TargetParams
 
 @flax.struct.dataclass
 class Teacher:
-    """A target whose parameters are arrays (loaded without an implementation), and the aux layers by output."""
+    """A target whose parameters are plain arrays (loaded without an implementation), and its aux layers by output."""
 
     params: TargetParams
     config: TargetConfig = flax.struct.field(pytree_node=False)
@@ -27,7 +27,7 @@ class Teacher:
             self.config,
             token_ids,
             positions,
-            attend=attend_packed(self.config, segment_ids),
+            attend=attend_packed(self.params, self.config, segment_ids),
             aux_layer_ids=self.aux_layer_ids,
         )
         logits, aux_hidden = jax.lax.stop_gradient(output)

@@ -11,7 +11,7 @@ import pytest
 
 from peagle.engine.request import Request
 from peagle.measure.bench import WeightBytes
-from peagle.ops.files import trim
+from peagle.ops.files import trim_folder
 from peagle.ops.mask import causal_mask
 from peagle.pair import Pair
 
@@ -21,8 +21,8 @@ BROKEN = (beartype.roar.BeartypeException, jaxtyping.TypeCheckError)
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: trim("a text", 1),
-        lambda: trim(Path("absent"), "many"),
+        lambda: trim_folder("a text", 1),
+        lambda: trim_folder(Path("absent"), "many"),
         lambda: causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((3, 4), jnp.int32), None),  # batches of 1 and 3
         lambda: causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((4,), jnp.int32), None),
         lambda: Request("a text", 1),
@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_an_error(call: Callable[[], object]) -> None:
 
 
 def test_what_fits_is_none() -> None:
-    trim(Path(__file__).parent, 1 << 60)
+    trim_folder(Path(__file__).parent, 1 << 60)
     causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 4), jnp.int32), None)
     Request((1, 2), 1)
     WeightBytes(1, 2, 3, 4).read(5)

@@ -1,4 +1,4 @@
-"""The batches of a training: documents packed into rows, in an order that depends on the seed alone.
+"""Make the batches of a training: documents packed into rows, in an order that depends on the seed alone.
 
 A row holds several documents, each with its own segment id (1, 2, ...; 0 is padding). The batch of a step is a function
 of (data, recipe, step), so a resumed training gets the batches of an uninterrupted one.
@@ -12,18 +12,18 @@ from typing import Any, TypeAlias
 import flax.struct
 import numpy as np
 
-from drafter.train.cod import Segments, sample_blocks, sample_chains
-from drafter.train.config import Cod
+from drafter.train.cod import sample_blocks, sample_chains
+from drafter.train.recipe import Recipe
 from drafter.train.shards import TEACHER, Document
 from peagle.ops.errors import InputError
 
 Values: TypeAlias = Any  # an array on the host or on the devices
-OPEN_ROWS = 64  # rows that a document may be packed into
+OPEN_ROWS = 64  # the newest rows, into which a document may be packed
 
 
 @flax.struct.dataclass
 class Batch:
-    """R packed rows of T tokens with their chains, one set of n chains per part of the sequence."""
+    """R packed rows of T tokens with their chains: for each part of a row, n chains (drafter/train/cod.py)."""
 
     token_ids: Values  # [R, T]
     positions: Values  # [R, T]: from 0 in each segment
@@ -31,7 +31,7 @@ class Batch:
     trained: Values  # [R, T] float32: 1 if predicting the token counts
     anchors: tuple[Values, ...]  # per part [R, n]
     reach: tuple[Values, ...]  # per part [R, n]
-    teacher: dict[str, Values]  # the tensors of TEACHER in the data, [R, T, ...]
+    teacher: dict[str, Values]  # stored tensors of the target (shards.TEACHER), [R, T, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Row:
     documents: tuple[Document, ...]
 
     def arrays(self, width: int) -> dict[str, np.ndarray]:
-        """Return token_ids, segment_ids, positions, trained and the stored tensors of TEACHER, padded to the width."""
+        """Return token_ids, segment_ids, positions, trained and stored tensors of the target, padded to the width."""
         parts: dict[str, list[np.ndarray]] = {"token_ids": [], "segment_ids": [], "positions": [], "trained": []}
         for segment, document in enumerate(self.documents, 1):
             size = len(document.token_ids)
@@ -63,15 +63,15 @@ def pack(documents: Sequence[Document], width: int) -> list[Row]:
             f"{len(too_long)} of {len(documents)} documents are longer than the {width} tokens of a row, the longest "
             f"{max(too_long)}; raise --width, or make the data with a smaller --max-new-tokens"
         )
-    placed = fill_rows([len(document.token_ids) for document in documents], width)
-    return [Row(tuple(documents[place] for place in row)) for row in placed]
+    rows = fill_rows([len(document.token_ids) for document in documents], width)
+    return [Row(tuple(documents[index] for index in row)) for row in rows]
 
 
 def fill_rows(sizes: Sequence[int], width: int) -> list[list[int]]:
-    """Assign sizes to rows: each goes to the fullest of the newest rows with room. Returns their indices by row."""
+    """Pack sizes into rows, each into the fullest of the newest rows with room. Returns the indices of sizes by row."""
     rows: list[list[int]] = []
     rooms: list[int] = []
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         candidates = [row for row in range(max(0, len(rows) - OPEN_ROWS), len(rows)) if rooms[row] >= size]
         if candidates:
             row = min(candidates, key=rooms.__getitem__)
@@ -79,7 +79,7 @@ def fill_rows(sizes: Sequence[int], width: int) -> list[list[int]]:
             row = len(rows)
             rows.append([])
             rooms.append(width)
-        rows[row].append(place)
+        rows[row].append(index)
         rooms[row] -= size
     return rows
 
@@ -96,48 +96,42 @@ class Source:
     rows: Sequence[Row]
     rows_per_step: int
 
-    def at(self, place: int, seed: int) -> Row:
-        """Return the row at a place in an endless order, in which every row comes once per epoch."""
+    def at(self, index: int, seed: int) -> Row:
+        """Return the row at an index of an endless order, in which every row comes once per epoch."""
         size = len(self.rows)
-        return self.rows[_order(seed, place // size, size)[place % size]]
+        return self.rows[_order(seed, index // size, size)[index % size]]
 
     def epochs(self, steps: int) -> float:
-        """Return how often this many steps read all rows."""
+        """Return how often `steps` steps read every row."""
         return steps * self.rows_per_step / len(self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The batches of a training; `counts` is a batch's room for chains, by part, then by depth.
-
-    in_blocks: a DFlash drafter's chains, whole blocks at random anchors.
-    """
+    """The batches of a training. counts: the room for chains (`Partition.counts`)."""
 
     sources: tuple[Source, ...]
-    width: int
-    cod: Cod
-    segments: Segments
+    recipe: Recipe
     counts: tuple[tuple[int, ...], ...]
-    seed: int
-    in_blocks: bool = False
 
     @property
     def rows_per_step(self) -> int:
         return sum(source.rows_per_step for source in self.sources)
 
     def at(self, step: int) -> Batch:
-        picked = [
-            source.at(step * source.rows_per_step + i, self.seed)
+        recipe, partition = self.recipe, self.recipe.partition
+        step_rows = [
+            source.at(step * source.rows_per_step + i, recipe.seed)
             for source in self.sources
             for i in range(source.rows_per_step)
         ]
-        rows = [row.arrays(self.width) for row in picked]
-        rng = np.random.default_rng((self.seed, 1, step))
-        sample = sample_blocks if self.in_blocks else sample_chains
+        rows = [row.arrays(recipe.width) for row in step_rows]
+        rng = np.random.default_rng((recipe.seed, 1, step))
+        sample = sample_chains if recipe.blocks is None else sample_blocks
         chains = [
-            sample(self.cod, row["trained"] > 0, row["segment_ids"], self.segments, self.counts, rng) for row in rows
+            sample(recipe.cod, row["trained"] > 0, row["segment_ids"], partition, self.counts, rng) for row in rows
         ]
-        # stored results of the target count only if all rows have them: the target runs for a whole batch or not at all
+        # stored tensors of the target count only if all rows have them: it runs for a whole batch or not at all
         shared = [name for name in rows[0] if all(name in row for row in rows)]
         stacked = {name: np.stack([row[name] for row in rows]) for name in shared}
         parts = range(len(self.counts))

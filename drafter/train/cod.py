@@ -1,10 +1,10 @@
-"""The rows that a sequence is trained on: conditional-on-depth sampling, blocks, sequence partition.
+"""Choose the rows that a sequence is trained on: conditional-on-depth sampling, blocks, sequence partition.
 
 Conditional-on-depth sampling (COD) and the partition are those of P-EAGLE (arXiv 2602.01469, section 4, Algorithm 1).
 
 COD draws the (anchor, depth) rows that a sequence is trained on. Depth 0 keeps every anchor. Depth d keeps a random
-part of the chains of depth d - 1 whose label still lies in the sequence's trained region: about ratio^d of all, never
-less than min_ratio. So a kept row has its whole chain kept.
+part of the chains of depth d - 1 whose label is still a trained token: about ratio^d of all, never less than min_ratio.
+So the chain of a kept row is kept whole.
 
 Chains are sorted longest first, so the chains that reach depth d are a prefix of all chains, and depth d's rows attend
 to their own chain by slicing (drafter/train/forward.py):
@@ -24,32 +24,31 @@ import numpy as np
 from drafter.train.config import Cod
 from peagle.ops.errors import InputError
 
-# A part's room, relative to its share of the chains. A batch's excess is cut from the longest depths. A whole sequence
-# needs no extra room.
+# A part's room for chains, relative to its share of them, because chains lie unevenly. What exceeds the room is cut,
+# the deepest rows first.
 ROOM = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments:
+class Partition:
     """A sequence cut into parts whose gradients are computed one after the other and add up to that of the whole.
 
-    Part s holds the context rows (depth 0) of anchors starts[s] .. ends[s] - 1, and the chains of anchors one less,
-    starts[s] - 1 .. ends[s] - 2: a row of depth 1 belongs to the part of its position, a deeper row to the part of the
-    row before it. A part's context is everything before ends[s].
+    Part s holds the context rows (depth 0) of anchors starts[s] .. ends[s] - 1, and the chains of the anchors
+    starts[s] - 1 .. ends[s] - 2, whose rows of depth 1 have the positions starts[s] .. ends[s] - 1. A part's context is
+    everything before ends[s].
     """
 
     width: int
     starts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
-        ends = self.ends
-        if self.starts[0] != 0 or any(start >= end for start, end in zip(self.starts, ends, strict=True)):
+        if self.starts[0] != 0 or any(span < 1 for span in self.spans):
             raise InputError(
                 f"parts that start at {list(self.starts)} of {self.width}; expected 0 first, and ascending"
             )
 
     @classmethod
-    def even(cls, width: int, parts: int) -> "Segments":
+    def even(cls, width: int, parts: int) -> "Partition":
         if not 1 <= parts <= width:
             raise InputError(f"{parts} parts of a sequence of {width}; expected 1 or more, and no more than its tokens")
         return cls(width, tuple(part * width // parts for part in range(parts)))
@@ -58,45 +57,48 @@ class Segments:
     def ends(self) -> tuple[int, ...]:
         return (*self.starts[1:], self.width)
 
-    def of_chain(self, anchors: np.ndarray) -> np.ndarray:
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Positions of each part."""
+        return tuple(end - start for start, end in zip(self.starts, self.ends, strict=True))
+
+    def parts_of(self, anchors: np.ndarray) -> np.ndarray:
+        """Return the number of the part that each anchor's chain belongs to."""
         return np.searchsorted(np.asarray(self.starts), np.minimum(anchors + 1, self.width - 1), side="right") - 1
 
     def counts(self, cod: Cod, num_anchors: int, in_part: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """Count the chains that a batch has room for: per part, at depth 1, 2, ..., for num_anchors in all.
+        """Return a batch's room for the chains of num_anchors: per part, at depth 1, 2, ...
 
-        in_part: anchors in any one part, as after a long prompt; None: they lie evenly.
+        in_part: most anchors of a part, if they lie unevenly, as after a long prompt; None: they lie evenly.
         """
-        whole = cod.counts(num_anchors)
-        if len(self.starts) == 1:
-            return (whole,)
-        spans = [end - start for start, end in zip(self.starts, self.ends, strict=True)]
-        if in_part is not None:
-            return tuple(tuple(min(span, n) for n in cod.counts(in_part)) for span in spans)
-        return tuple(tuple(min(span, int(np.ceil(ROOM * n * span / self.width))) for n in whole) for span in spans)
+        if in_part is not None and len(self.starts) > 1:
+            return tuple(tuple(min(span, n) for n in cod.counts(in_part)) for span in self.spans)
+        rooms = [self._rooms(count) for count in cod.counts(num_anchors)]
+        return tuple(tuple(room[part] for room in rooms) for part in range(len(self.starts)))
 
     def block_counts(self, depth: int, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """Count the blocks that a batch has room for, in the form of `counts`: per part, the same at each depth."""
-        rooms = (
-            num_blocks if len(self.starts) == 1 else int(np.ceil(ROOM * num_blocks * (end - start) / self.width))
-            for start, end in zip(self.starts, self.ends, strict=True)
-        )
-        spans = [end - start for start, end in zip(self.starts, self.ends, strict=True)]
-        return tuple((min(room, span),) * (depth - 1) for room, span in zip(rooms, spans, strict=True))
+        """Return a batch's room for whole blocks, in the form of `counts`."""
+        return tuple((room,) * (depth - 1) for room in self._rooms(num_blocks))
+
+    def _rooms(self, count: int) -> list[int]:
+        """Divide `count` chains among the parts, with extra room if there are several."""
+        extra = 1.0 if len(self.starts) == 1 else ROOM
+        return [min(span, int(np.ceil(extra * count * span / self.width))) for span in self.spans]
 
 
 def sample_chains(
     cod: Cod,
     trained: np.ndarray,
     segment_ids: np.ndarray,
-    segments: Segments,
+    partition: Partition,
     counts: tuple[tuple[int, ...], ...],
     rng: np.random.Generator,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Draw one sequence's chains; return (anchors [n] int32, reach [n] int32) per part, n = counts[part][0].
 
-    `counts` is each part's room in the program's shapes. trained [T] bool: tokens whose prediction counts. Row (a, d)
-    predicts token a + d + 2, so it is kept only if that token is trained and lies in the anchor's segment, and row
-    (a, d - 1) is kept. reach is each chain's deepest kept depth, descending; surplus anchors are padding of reach 0.
+    counts: each part's room (`Partition.counts`). trained [T] bool: tokens whose prediction counts. Row (a, d) predicts
+    token a + d + 2, so it is kept only if that token is trained and lies in the anchor's segment, and row (a, d - 1) is
+    kept. reach is each chain's deepest kept depth, descending; surplus anchors are padding of reach 0.
     """
     width, usable = trained.shape[0], _usable(cod.depth, trained, segment_ids)
     reach = np.zeros((width,), np.int32)
@@ -104,10 +106,10 @@ def sample_chains(
     for depth, count in enumerate(cod.counts(len(kept)), start=1):
         kept = rng.permutation(kept[usable[kept, depth]])[:count]
         reach[kept] = depth
-    part_of = segments.of_chain(np.arange(width))
-    drawn = rng.permutation(width)  # chance decides which chains exceed the room
+    part_of = partition.parts_of(np.arange(width))
+    drawn = rng.permutation(width)  # so that the chains beyond a part's room are cut at random
     return [
-        _fit(drawn[part_of[drawn] == part], reach, room, padding=segments.ends[part] - 1)
+        _fit(drawn[part_of[drawn] == part], reach, room, padding=partition.ends[part] - 1)
         for part, room in enumerate(counts)
     ]
 
@@ -116,21 +118,21 @@ def sample_blocks(
     cod: Cod,
     trained: np.ndarray,
     segment_ids: np.ndarray,
-    segments: Segments,
+    partition: Partition,
     counts: tuple[tuple[int, ...], ...],
     rng: np.random.Generator,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Draw the anchors of one sequence's blocks, as `sample_chains` draws chains.
 
-    A block begins after any anchor whose first draft is trained. It is whole, as when decoding: its reach is the
-    deepest draft, and rows whose token is not trained do not count. Padding has reach -1.
+    A block may begin after any anchor whose first draft is a trained token. It is whole, as when decoding: its reach is
+    the deepest draft, and rows whose token is not trained do not count. Padding has reach -1.
     """
     anchors = rng.permutation(np.flatnonzero(_usable(1, trained, segment_ids)[:, 0]))
-    part_of, drawn = segments.of_chain(anchors), []
+    part_of, drawn = partition.parts_of(anchors), []
     for part, room in enumerate(counts):
         own = anchors[part_of == part][: room[0]]
         free = (0, room[0] - len(own))
-        padded = np.pad(own, free, constant_values=segments.ends[part] - 1).astype(np.int32)
+        padded = np.pad(own, free, constant_values=partition.ends[part] - 1).astype(np.int32)
         drawn.append((padded, np.pad(np.full(len(own), cod.depth - 1, np.int32), free, constant_values=-1)))
     return drawn
 

@@ -1,6 +1,6 @@
-"""Options of a training: the shape of its drafter, and how it learns. Without JAX and training libraries.
+"""Options of a training: the shape of its drafter, and how it learns. Imports neither JAX nor training libraries.
 
-Each field is an option of `peagle train`, whose help is the docstring below it, and a key of its recipe.json.
+Each field is an option of `peagle train`, whose help is the docstring below the field, and a key of recipe.json.
 """
 
 import math
@@ -11,11 +11,13 @@ from typing import Annotated, Literal, get_args
 from peagle.ops.errors import InputError
 from peagle.ops.flag import DRAFTER, LEARNING, MODEL, Flag, check_least, layers_reader
 
-# cross_entropy: with the token in the data. soft_cross_entropy: with the target's distribution. kl: soft_cross_entropy
-# minus the distribution's entropy, so a loss of 0 is perfect; gradients are equal. half: half soft_cross_entropy, half
-# cross-entropy with the target's best token: greedy acceptance needs the best token, and the distribution ranks the
-# others (measured best on the first prototype). total_variation: 1 - sum min(p, q), p the target's and q the drafter's
-# distribution: the share of sampled drafts that are refused at temperature 1 (arXiv 2211.17192).
+# cross_entropy        with the token in the data
+# soft_cross_entropy   with the target's distribution
+# kl                   soft_cross_entropy minus the distribution's entropy: 0 is perfect, gradients are equal
+# half                 half soft_cross_entropy, half cross-entropy with the target's best token, which greedy acceptance
+#                      needs (the best loss in the first measurements)
+# total_variation      1 - sum min(p, q), p the target's and q the drafter's distribution: the share of sampled drafts
+#                      that are rejected at temperature 1 (arXiv 2211.17192)
 LossName = Literal["half", "cross_entropy", "soft_cross_entropy", "kl", "total_variation"]
 LOSSES: tuple[str, ...] = get_args(LossName)
 OptimizerName = Literal["adamw", "muon"]
@@ -24,7 +26,7 @@ KindName = Literal["p-eagle", "eagle-3", "dflash"]
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
-    """Which drafter is trained: that of `init`, or a new one. None: the default, by the target."""
+    """The drafter to train: that of `init`, or a new one. None: a default that depends on the target."""
 
     init: Annotated[str | None, Flag(DRAFTER, "DIR")] = None
     """Start from this drafter: its weights and its shape."""
@@ -73,7 +75,7 @@ class DrafterShape:
 
 @dataclass(frozen=True)
 class Cod:
-    """Which chains are kept (drafter/train/cod.py). depth: rows per full chain (depths 0..depth-1)."""
+    """How chains are sampled (drafter/train/cod.py). depth: rows of a full chain (depths 0..depth-1)."""
 
     depth: Annotated[int, Flag(LEARNING, "N")] = 8
     """K_train: draft positions that are trained. A DFlash drafter's block has one row more."""
@@ -96,7 +98,7 @@ class Cod:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a drafter learns, as users set it. None: chosen by the number of steps (drafter.train.recipe). Hashable.
+    """How a drafter learns, as users set it. None: depends on the number of steps (drafter.train.recipe). Hashable.
 
     The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
     decay_frac. learning_rate is for matrices, other_rate for embedding, head, norms and mask_hidden (with adamw,
@@ -150,11 +152,11 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{name} is {value}; expected a number above 0", name)
-        if not 0 <= self.weight_decay < math.inf:
-            raise InputError(f"weight_decay is {self.weight_decay}; expected 0 or more", "weight_decay")
-        if self.warmup_frac is not None and not 0 <= self.warmup_frac < 1:
-            message = f"warmup_frac is {self.warmup_frac}; expected a fraction of the steps, 0 or more and below 1"
-            raise InputError(message, "warmup_frac")
-        if self.decay_frac is not None and not 0 < self.decay_frac <= 1:
-            message = f"decay_frac is {self.decay_frac}; expected a fraction of the steps, above 0 and at most 1"
-            raise InputError(message, "decay_frac")
+        of_steps = "a fraction of the steps"
+        for name, valid, expected in (
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("warmup_frac", 0 <= (self.warmup_frac or 0) < 1, f"{of_steps}, 0 or more and below 1"),
+            ("decay_frac", self.decay_frac is None or 0 < self.decay_frac <= 1, f"{of_steps}, above 0 and at most 1"),
+        ):
+            if not valid:
+                raise InputError(f"{name} is {getattr(self, name)}; expected {expected}", name)

@@ -1,4 +1,4 @@
-"""Files of a training's folder besides recipe.json (drafter/trained.py). Without training libraries."""
+"""The log and checkpoints in a training's folder. Imports no training library. recipe.json: drafter/trained.py."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,13 +9,13 @@ from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
 LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
-EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of the log's lines that are not steps
-COMMAND = "command"  # in the recipe: the options as typed
+EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of log lines that are not steps
+COMMAND = "command"  # key of recipe.json: the options as typed
 SIZES = "sizes.json"  # sizes of a checkpoint's files
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the log's lines, except one that a kill cut off."""
+    """Yield the log's lines, except one that was cut off when the process was killed."""
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(text)
@@ -24,11 +24,11 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def best_held_out(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the log's line of the step that is best on the held-out documents; None without such a line.
+    """Return the log line of the step that is best on the held-out documents; None if there is none.
 
-    The best is the first of the highest score (drafter/train/held_out.py), and of equal scores the lowest loss. Lines
-    about other documents than the newest line's do not count, nor that of an earlier stop, which an uninterrupted
-    training would not have.
+    The best step has the highest score (drafter/train/held_out.py); of equal scores the lowest loss. Lines of other
+    documents than the newest line's do not count, nor lines of an earlier stop, which an uninterrupted training would
+    not have.
     """
     lines = [line for line in log if HELD_OUT in line]
     if not lines:

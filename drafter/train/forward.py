@@ -1,19 +1,19 @@
 """Compute a drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
-A row attends only to the context, rows of depth 0 up to its anchor, and to its own chain
+A row attends only to the context, which is the rows of depth 0 up to its anchor, and to its own chain
 (peagle.ops.mask.group_causal_mask), within its window if the layer has one. A P-EAGLE drafter runs all rows in one
-pass, an EAGLE-3 drafter one depth after the other. So attention is two pieces under one softmax: every row against the
-T context keys, and row (chain, d) against the d keys of its own chain. With chains longest first
-(drafter/train/cod.py), those are at the same index in each of the depth 1..d blocks:
+pass, an EAGLE-3 drafter one depth after the other. So one softmax has two kinds of scores: every row against the T
+context keys, and row (chain, d) against the d keys of its own chain. Chains are sorted longest first
+(drafter/train/cod.py), so these are at the same index within the rows of each depth 1..d:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
 
-There are rows * (T + D) scores instead of rows^2, and long sequences hold only a block's in memory. The result equals
-drafter.model.forward for P-EAGLE, and the float64 reference for EAGLE-3 (tested).
+There are rows * (T + D) scores instead of rows^2, and in long sequences only those of one chunk are in memory. Tests
+compare the result with drafter.model.forward for P-EAGLE, and with the float64 reference for EAGLE-3.
 
 A DFlash drafter (`forward_blocks`) has no rows of depth 0: its context has only keys and values. Its chains are blocks
-of D + 1 rows, and a row attends to all of its own.
+of D + 1 rows, and a row attends to all rows of its block.
 """
 
 import functools
@@ -27,21 +27,21 @@ from jaxtyping import Array, Float, Int
 from drafter import dflash, model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.blocks import in_blocks
-from peagle.ops.attention import MASKED, split_heads
+from drafter.train.chunks import in_chunks
+from peagle.ops.attention import MASKED, after_rope, split_heads
 from peagle.ops.linear import embed, linear
 from peagle.ops.norm import rms_norm
 from peagle.ops.rope import rope_tables
 
-CONTEXT_BLOCK = 128  # context rows that are scored together; skips keys after them and before their windows
-# From this many tokens on, loops on the device run over blocks, sequences and kv heads, and recompute a block's scores
-# for its gradient instead of keeping them: memory is that of one block.
+CONTEXT_CHUNK = 128  # context rows whose scores are computed together, without keys after them or before their windows
+# From this many tokens on, loops on the device run over chunks of rows, sequences and kv heads, and recompute a chunk's
+# scores for its gradient instead of keeping them: memory is that of one chunk.
 LONG = 1024
-LONG_BLOCK = 512  # most rows of such a block
+LONG_CHUNK = 512  # most rows of such a chunk
 
 
 def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
-    """Return (anchor, depth) [B, T + sum(counts)] of every row, block by block."""
+    """Return (anchor, depth) [B, T + sum(counts)] of every row, depth by depth."""
     batch = anchors.shape[0]
     context = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
     anchor = jnp.concatenate([context, *(anchors[:, :count] for count in counts)], axis=1)
@@ -89,8 +89,8 @@ def forward_blocks(
     """
     batch, width = segment_ids.shape
     count = anchors.shape[1]
-    own = jnp.take_along_axis(positions, anchors, axis=1)
-    place = jnp.concatenate([own + 1 + row for row in range(depth + 1)], axis=1)
+    anchor_positions = jnp.take_along_axis(positions, anchors, axis=1)
+    place = jnp.concatenate([anchor_positions + 1 + row for row in range(depth + 1)], axis=1)
     cos, sin = rope_tables(config.rope, jnp.concatenate([positions, place], axis=1), params.dtype)
     masks = jnp.full((batch, depth * count), model.mask_token_of(config), jnp.int32)
     tokens = jnp.concatenate([jnp.take_along_axis(token_ids, anchors, axis=1), masks], axis=1)
@@ -130,11 +130,11 @@ def _at_once(
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         context, window = (key[:, :width], value[:, :width]), config.window(layer)
-        blocks = _depths(width, counts)
+        depths = _depths(width, counts)
         outputs = [_attention(query[:, :width], *context, anchor[:, :width], segment_ids, [], window)]
-        for depth, here in enumerate(blocks, 1):
+        for depth, here in enumerate(depths, 1):
             length = here.stop - here.start
-            own = [(key[:, b.start : b.start + length], value[:, b.start : b.start + length]) for b in blocks[:depth]]
+            own = [(key[:, d.start : d.start + length], value[:, d.start : d.start + length]) for d in depths[:depth]]
             outputs.append(_attention(query[:, here], *context, anchor[:, here], segment_ids, own, window))
         return jnp.concatenate(outputs, axis=1)
 
@@ -146,7 +146,7 @@ def _at_once(
     ]
     masks = jnp.full((batch, sum(counts)), model.mask_token_of(config), jnp.int32)
     tokens = jnp.concatenate([token_ids[:, :width], masks], axis=1)
-    projected = model.after_rope(config, attend)
+    projected = after_rope(attend, config.num_heads, config.num_kv_heads)
     return model.run_layers(params, config, tokens, jnp.concatenate(hidden, axis=1), positions, projected)
 
 
@@ -162,7 +162,7 @@ def _in_turn(
 ) -> Float[Array, "B R D"]:
     """Compute EAGLE-3: one pass per depth, over each chain's last hidden state and the true next token.
 
-    This is training-time test (arXiv 2503.01840).
+    This is the training-time test of arXiv 2503.01840.
     """
     width = segment_ids.shape[1]
     written: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_layers)]
@@ -175,7 +175,7 @@ def _in_turn(
         return _attention(query, keys, values, anchor[:, here], segment_ids, own, config.window(layer))
 
     here = slice(0, width)
-    projected = model.after_rope(config, attend)
+    projected = after_rope(attend, config.num_heads, config.num_kv_heads)
     hidden = model.project_aux(params, config, aux_hidden)
     outputs = [model.run_layers(params, config, token_ids[:, :width], hidden, positions[:, here], projected)]
     for depth, here in enumerate(_depths(width, counts), 1):
@@ -206,11 +206,10 @@ def _attention(
 ) -> Float[Array, "B n N H"]:
     """Attend from the rows of one depth to the context up to their anchors, and to their own chain.
 
-    `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. depth:
-    how many positions the rows are after their anchors; None: the chain ends with them. A row attends to the last
-    `window` positions, itself included, and to what its chain holds after it; None: to all. Plain matrix products and
-    elementwise sums, one sequence and kv head at a time: on a CPU several times faster than batched products of such
-    small matrices.
+    chain: (keys, values) [B, n, G, H] by depth; empty for the context rows themselves. depth: how many positions the
+    rows are after their anchors; None: they end the chain. window: a row attends to the last `window` positions, itself
+    included, and to later rows of its chain; None: to all. Plain matrix products and elementwise sums, one sequence and
+    kv head at a time, are several times faster on a CPU than batched products of such small matrices.
     """
     batch, rows, heads, head_dim = query.shape
     if not rows:
@@ -247,13 +246,13 @@ def _one(
     reach: int | None,
 ) -> Float[Array, "n M H"]:
     if chain:
-        return _block(q, k, v, anchors, segment_ids, chain, reach)
+        return _attend_chunk(q, k, v, anchors, segment_ids, chain, reach)
     parts = []
-    for start in range(0, q.shape[0], CONTEXT_BLOCK):
-        rows = slice(start, start + CONTEXT_BLOCK)
+    for start in range(0, q.shape[0], CONTEXT_CHUNK):
+        rows = slice(start, start + CONTEXT_CHUNK)
         first = 0 if reach is None else max(0, start - reach + 1)
         keys = slice(first, rows.stop)
-        parts.append(_block(q[rows], k[keys], v[keys], anchors[rows], segment_ids, [], reach, first))
+        parts.append(_attend_chunk(q[rows], k[keys], v[keys], anchors[rows], segment_ids, [], reach, first))
     return jnp.concatenate(parts, axis=0)
 
 
@@ -266,17 +265,17 @@ def _one_long(
     segment_ids: Int[Array, " T"],
     reach: int | None,
 ) -> Float[Array, "n M H"]:
-    """Attend within one sequence and kv head, block after block, each against all of the context."""
+    """Attend within one sequence and kv head, in chunks of rows, each against the whole context."""
 
     def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         keys, values, segments = fixed
         queries, own_anchors, own_chain = rows
-        return _block(queries, keys, values, own_anchors, segments, own_chain, reach)
+        return _attend_chunk(queries, keys, values, own_anchors, segments, own_chain, reach)
 
-    return in_blocks(attend, (k, v, segment_ids), (q, anchors, chain), LONG_BLOCK)
+    return in_chunks(attend, (k, v, segment_ids), (q, anchors, chain), LONG_CHUNK)
 
 
-def _block(
+def _attend_chunk(
     query: Float[Array, "n M H"],
     key: Float[Array, "S H"],
     value: Float[Array, "S H"],
@@ -288,8 +287,8 @@ def _block(
 ) -> Float[Array, "n M H"]:
     """Attend from n rows (M query heads, scaled) to S context keys, from the key `first` on, and to their own chains.
 
-    A row attends to context keys up to its anchor, in its segment: the last `reach` of them; None: all. `chain` lists
-    (keys [n, H], values [n, H]) by depth, one key and value per row.
+    reach: a row attends to the last `reach` context keys up to its anchor, in its segment; None: to all. chain: (keys
+    [n, H], values [n, H]) by depth, one key and value per row.
     """
     count, heads, head_dim = query.shape
     keys = key.shape[0]

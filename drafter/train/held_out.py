@@ -1,4 +1,4 @@
-"""Documents that are not trained on, which show whether a drafter learns or memorises."""
+"""Hold documents out of a training, to show whether the drafter learns or memorises."""
 
 import dataclasses
 import hashlib
@@ -18,9 +18,9 @@ FILLED_FRAC = 0.85  # typical share of a row that packed documents fill
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Held-out documents, packed into batches of the size that training has.
+    """Held-out documents, packed into batches of the training's size.
 
-    digest: of the documents. Losses on other documents are not comparable.
+    digest: of the documents, because losses on different documents are not comparable.
     """
 
     batches: Batches
@@ -28,10 +28,10 @@ class HeldOut:
 
     @classmethod
     def of(cls, documents: Sequence[Document], batches: Batches) -> "HeldOut":
-        """Pack documents as `batches` are packed. Raises InputError if no token of them counts."""
+        """Pack documents as `batches` are packed. Raises InputError if none has a trained token."""
         if not any(document.trained.any() for document in documents):
             raise InputError("the held-out documents have no token that the target wrote; expected some")
-        rows, per_step = pack(documents, batches.width), batches.rows_per_step
+        rows, per_step = pack(documents, batches.recipe.width), batches.rows_per_step
         padding = dataclasses.replace(
             documents[0],
             token_ids=documents[0].token_ids[:1],
@@ -49,39 +49,39 @@ class HeldOut:
 
 
 def score_of(loss: LossName, mean_loss: float, hits_by_depth: Sequence[float]) -> float:
-    """Return the figure that selects a drafter: the acceptance length that its hits promise.
+    """Return the score by which the best step is chosen: the acceptance length that the hits imply.
 
-    With total_variation, the share of its sampled drafts that is accepted. The loss itself does not measure a greedy
-    drafter: it rises with overconfidence in wrong drafts while more are right.
+    With total_variation it is the share of sampled drafts that are accepted. The loss does not rank greedy drafters: it
+    may rise with confidence in wrong drafts while more drafts are right.
     """
     return 1 - mean_loss if loss == "total_variation" else 1 + float(np.cumprod(hits_by_depth).sum())
 
 
 def rows_of_evaluation(rows_per_step: int) -> int:
-    """Return the rows of an evaluation: whole steps, at least LEAST_ROWS. Training them takes three times as long."""
+    """Return the rows of an evaluation: those of whole steps, at least LEAST_ROWS."""
     return -(-LEAST_ROWS // rows_per_step) * rows_per_step
 
 
 def keep_back(
     documents: Sequence[Document], frac: float, num_tokens: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Split documents into (trained, held out): at most `frac` of the conversations, and num_tokens.
+    """Split documents into (trained, held out): hold out at most `frac` of the conversations, and num_tokens.
 
-    A conversation's turns stay together, because each repeats those before it.
+    A conversation's turns stay together, because each turn repeats those before it.
     """
     conversations = _conversations(documents)
     held: set[int] = set()
     tokens = 0
-    for place in np.random.default_rng((seed, 2)).permutation(len(conversations))[: int(frac * len(conversations))]:
-        tokens += sum(len(document.token_ids) for document in conversations[place])
+    for index in np.random.default_rng((seed, 2)).permutation(len(conversations))[: int(frac * len(conversations))]:
+        tokens += sum(len(document.token_ids) for document in conversations[index])
         if tokens > num_tokens and held:
             break
-        held.add(int(place))
-    trained, kept_back = (
-        [document for place, turns in enumerate(conversations) if (place in held) == kept for document in turns]
-        for kept in (False, True)
+        held.add(int(index))
+    trained, held_out = (
+        [document for index, turns in enumerate(conversations) if (index in held) == is_held for document in turns]
+        for is_held in (False, True)
     )
-    return trained, kept_back
+    return trained, held_out
 
 
 def _conversations(documents: Sequence[Document]) -> list[list[Document]]:
@@ -96,6 +96,6 @@ def _conversations(documents: Sequence[Document]) -> list[list[Document]]:
 
 
 def _repeats(document: Document, before: Document) -> bool:
-    """Tell whether a document begins with the prompt of the one before it."""
+    """Whether a document begins with the prompt of the document before it."""
     size = int(np.argmax(before.trained)) if before.trained.any() else 0
     return size > 0 and np.array_equal(document.token_ids[:size], before.token_ids[:size])

@@ -1,7 +1,7 @@
-"""The drafter's loss over all rows.
+"""Compute the drafter's loss over all rows.
 
-A row's label comes from the target (its distribution, or its best tokens if the data stores those, and its best token)
-or from the data (the token itself).
+A row's label is the target's distribution (or its n best tokens, if the data stores those) and its best token, or the
+token in the data.
 """
 
 import functools
@@ -14,12 +14,23 @@ from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.blocks import in_blocks
+from drafter.train.chunks import in_chunks
 from drafter.train.forward import forward_blocks, forward_chains, rows_of
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
 
-CHUNK_BYTES = 64_000_000  # of logits in memory at once: with a large vocabulary all rows' do not fit
+CHUNK_BYTES = 64_000_000  # logits in memory at once: with a large vocabulary those of all rows do not fit
+
+
+@flax.struct.dataclass
+class TrainingRows:
+    """Packed rows, whole or a range of their positions, with the target's outputs."""
+
+    token_ids: jax.Array  # [B, T]
+    positions: jax.Array  # [B, T]
+    segment_ids: jax.Array  # [B, T]
+    trained: jax.Array  # [B, T]
+    target: dict[str, jax.Array]  # the tensors of shards.TEACHER, or aux_hidden and all logits, [B, T, ...]
 
 
 @flax.struct.dataclass
@@ -36,9 +47,9 @@ class Labels:
 
 @flax.struct.dataclass
 class Sums:
-    """Sums over kept rows, so that parts of a batch add up: the loss, and by depth the hits and the rows.
+    """Sums over counted rows, so that parts of a batch add up: the loss, and by depth the hits and the rows.
 
-    A hit: the drafter's best token is the target's.
+    Hit: the drafter's best token is the target's.
     """
 
     loss: jax.Array
@@ -62,7 +73,7 @@ def labels_of_best(
     draft_to_target: Int[Array, " U"] | None,
     vocab_size: int,
 ) -> Labels:
-    """Make labels from the target's n best tokens, best first; the rest's probability is spread over these."""
+    """Make labels from the target's n best tokens, best first. Their probabilities are normalised to a sum of 1."""
     draft_ids = ids if draft_to_target is None else _to_draft(draft_to_target, vocab_size)[ids]
     probs = jnp.where(draft_ids < 0, 0.0, jnp.exp(logits - log_total[:, :, None]))
     probs = probs / jnp.maximum(jnp.sum(probs, axis=-1, keepdims=True), 1e-9)
@@ -79,12 +90,8 @@ def chain_loss(
     params: DrafterParams,
     config: DrafterConfig,
     loss: str,
-    token_ids: Int[Array, "B T"],
-    aux_hidden: Float[Array, "B T A"],
+    rows: TrainingRows,
     labels: Labels,
-    segment_ids: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    trained: Float[Array, "B T"],
     anchors: Int[Array, "B n"],
     reach: Int[Array, "B n"],
     counts: tuple[int, ...],
@@ -93,18 +100,19 @@ def chain_loss(
 ) -> Sums:
     """Compute the loss of one part of the sequence, by default all of it.
 
-    token_ids are the sequence itself, unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row a +
-    d + 1. A row counts if its token is trained and in the anchor's segment, d <= its reach, and the drafter can propose
-    its label; at depth 0 only if part[0] <= a < part[1]. Positions from part[1] on are not read (drafter/train/cod.py).
-    draft_decay: the loss of draft d counts exp(-d / draft_decay).
+    Row (a, d) predicts token a + d + 2; its label is the target's row a + d + 1. A row counts if its token is trained
+    and in the anchor's segment, d <= its reach, and the drafter can propose its label; at depth 0 only if part[0] <= a
+    < part[1]. The drafter reads no positions from part[1] on (drafter/train/cod.py). draft_decay: the loss of draft d
+    is weighted by exp(-d / draft_decay).
 
     A DFlash drafter's chain is a block, whose draft d is row d of its chain; there are no other rows.
     """
-    width = token_ids.shape[1]
+    batch, width = rows.token_ids.shape
     first, last = (0, width) if part is None else part
-    shifted = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
-    context = (aux_hidden[:, :last], segment_ids[:, :last], positions[:, :last])
-    batch, of_dflash, depths = token_ids.shape[0], config.kind == "DFlash", len(counts) + 1
+    shifted = jnp.pad(rows.token_ids[:, 1:], ((0, 0), (0, 1)))
+    aux_hidden = rows.target["aux_hidden"].astype(params.dtype)
+    context = (aux_hidden[:, :last], rows.segment_ids[:, :last], rows.positions[:, :last])
+    of_dflash, depths = config.kind == "DFlash", len(counts) + 1
     if of_dflash:
         x = forward_blocks(params, config, shifted, *context, anchors, depths)
         anchor, reached = (jnp.tile(values, (1, depths)) for values in (anchors, reach))
@@ -113,13 +121,14 @@ def chain_loss(
         x = forward_chains(params, config, shifted, *context, anchors, counts)
         anchor, depth = rows_of(anchors, counts, last)
         reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
-    label_place = anchor + depth + 1  # the target's row, which predicts the next token
-    inside = (label_place + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
-    place = jnp.where(inside, label_place, 0)
-    following = jnp.minimum(place + 1, width - 1)
-    same = jnp.take_along_axis(segment_ids, following, axis=1) == jnp.take_along_axis(segment_ids, anchor, axis=1)
-    counted = jnp.take_along_axis(trained, following, axis=1) * (inside & same & (reached >= depth)).astype(jnp.float32)
-    tokens = jnp.take_along_axis(token_ids, following, axis=1)
+    label_row = anchor + depth + 1  # the target's row, which predicts the next token
+    inside = (label_row + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
+    target_row = jnp.where(inside, label_row, 0)
+    label = jnp.minimum(target_row + 1, width - 1)
+    segment, anchor_segment = (jnp.take_along_axis(rows.segment_ids, at, axis=1) for at in (label, anchor))
+    counts_here = inside & (segment == anchor_segment) & (reached >= depth)
+    counted = jnp.take_along_axis(rows.trained, label, axis=1) * counts_here.astype(jnp.float32)
+    tokens = jnp.take_along_axis(rows.token_ids, label, axis=1)
     if params.draft_to_target is not None:
         tokens = _to_draft(params.draft_to_target, config.vocab_size)[tokens]
 
@@ -128,8 +137,8 @@ def chain_loss(
     parts = []
     for b in range(batch):
         fixed = (params.lm_head, params.norm, jax.tree.map(lambda leaf, b=b: leaf[b], labels))
-        rows = (x[b], place[b], tokens[b], counted[b])
-        parts.append(of_rows(fixed, rows) if x.shape[1] <= most else in_blocks(of_rows, fixed, rows, most))
+        outputs = (x[b], target_row[b], tokens[b], counted[b])
+        parts.append(of_rows(fixed, outputs) if x.shape[1] <= most else in_chunks(of_rows, fixed, outputs, most))
     row_losses, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
     by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
     if draft_decay is not None:
@@ -141,16 +150,16 @@ def chain_loss(
 def _of_rows(
     loss: str, eps: float, fixed: tuple[Any, jax.Array, Labels], rows: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute (losses, hits, kept), each [n], of some rows of one sequence; fixed: (lm_head, norm, labels)."""
+    """Compute (losses, hits, counted), each [n], of rows of one sequence. fixed: (lm_head, norm, labels)."""
     lm_head, norm, labels = fixed
-    hidden, at, token, kept = rows
+    hidden, target_row, token, counted = rows
     logits = linear(hidden[None], lm_head, norm=Norm(norm, eps))[0]
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    best, ids = labels.best[at], None if labels.ids is None else labels.ids[at]
-    losses, teaches = losses_of_rows(loss, log_probs, best, labels.probs[at], ids, token)
-    kept = kept * teaches
-    hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == best).astype(jnp.float32) * kept
-    return losses * kept, hit, kept
+    best, ids = labels.best[target_row], None if labels.ids is None else labels.ids[target_row]
+    losses, teaches = losses_of_rows(loss, log_probs, best, labels.probs[target_row], ids, token)
+    counted = counted * teaches
+    hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == best).astype(jnp.float32) * counted
+    return losses * counted, hit, counted
 
 
 def losses_of_rows(
@@ -161,7 +170,7 @@ def losses_of_rows(
     ids: Int[Array, "n m"] | None,
     token: Int[Array, " n"],
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """Compute (each row's loss, 1 if the row has a label that the drafter can propose, else 0)."""
+    """Compute (each row's loss, 1 if the drafter can propose the row's label, else 0)."""
 
     def hard(label: jax.Array) -> tuple[jax.Array, jax.Array]:
         picked = jnp.take_along_axis(log_probs, jnp.maximum(label, 0)[:, None], axis=-1)[:, 0]

@@ -1,4 +1,4 @@
-"""A TrainConfig with every value decided, and its update rule."""
+"""Decide every value of a TrainConfig, and make its optimizer."""
 
 import dataclasses
 import math
@@ -10,21 +10,21 @@ import jax.numpy as jnp
 import optax
 
 from drafter.params import DrafterParams
-from drafter.train.cod import Segments
+from drafter.train.cod import Partition
 from drafter.train.config import OptimizerName, TrainConfig
 from peagle.ops.flag import check_least
 
 SHORT_STEPS = 3000  # fewer steps are a short training
-MEASURED_WIDTH = 192  # of the drafter that the rates of short trainings were measured with
+MEASURED_WIDTH = 192  # hidden size of the drafter for which the rates of short trainings were measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(TrainConfig):
     """A TrainConfig with every value decided, and the number of steps.
 
-    Only `steps` may change when a training continues. It sets the length, and with it the rate of each later step,
-    which is that of a training of the new length. So a training continued from 1000 steps to 2000 ends differently from
-    one of 2000 steps: its rate fell to 0 at 1000, and continues at half its peak (with decay_frac 1).
+    Only `steps` may change when a training is resumed. Every later step has the rate of a training of the new length.
+    So a training of 1000 steps, resumed up to 2000, differs from one of 2000 steps: with decay_frac 1 its rate falls to
+    0 at step 1000, then continues at half its peak.
     """
 
     steps: int
@@ -40,19 +40,19 @@ class Recipe(TrainConfig):
         check_least(self, steps=1)
 
     @property
-    def segments(self) -> Segments:
-        return Segments.even(self.width, self.parts)
+    def partition(self) -> Partition:
+        return Partition.even(self.width, self.parts)
 
 
 def rate_schedule(recipe: Recipe, steps: jax.Array, peak: float) -> optax.Schedule:
-    """Make the learning rate of a training of this many steps: it rises to `peak`, stays, and falls to 0."""
+    """Make the learning rate of a training of `steps` steps: it rises to `peak`, stays, and falls to 0."""
     warmup = jnp.maximum(1.0, jnp.floor(steps * recipe.warmup_frac))
     decay = jnp.clip(jnp.floor(steps * recipe.decay_frac), 1.0, jnp.maximum(1.0, steps - warmup))
     return lambda step: peak * jnp.clip(jnp.minimum(step / warmup, (steps - step) / decay), 0.0, 1.0)
 
 
 def optimizer(recipe: Recipe, steps: jax.Array) -> optax.GradientTransformation:
-    """Make the recipe's update rule for this many steps, instead of the recipe's own number.
+    """Make the recipe's optimizer for `steps` steps, which replace the recipe's own number.
 
     Muon: orthogonalised momentum for layer matrices and fc, Adam for the rest.
     """
@@ -83,7 +83,7 @@ def _by_muon(params: DrafterParams) -> DrafterParams:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """How parameters are updated: the fields of Recipe that depend on the length of a training."""
+    """The optimizer and its rates: the fields of Recipe whose defaults depend on the number of steps."""
 
     optimizer: OptimizerName
     learning_rate: float
@@ -91,7 +91,7 @@ class Update:
     warmup_frac: float
     decay_frac: float
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Example: muon at rates 0.008 and 0.003, rising over 2% of the steps, falling over the last 60%."""
         rates = f"a rate of {self.learning_rate:.2g}"
         if self.optimizer == "muon":
@@ -101,7 +101,7 @@ class Update:
 
 
 def typed_update(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields of the update that the user set."""
+    """Return the fields of `Update` that the user set."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Update)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -115,10 +115,10 @@ PAPER = Update("adamw", 1e-4, 1e-4, 0.0025, 1.0)  # arXiv 2602.01469
 
 
 def short_update(width: int) -> Update:
-    """Return the update of a short training of a drafter of that width: muon, at rates that learn in few steps.
+    """Return the update of a short training, for a drafter of that hidden size: muon, with high rates.
 
-    The rates were measured at MEASURED_WIDTH. In wider drafters they keep a matrix's relative change per step (muon)
-    and the change of a layer's output (Adam), as arXiv 2203.03466 scales them.
+    The rates were measured at MEASURED_WIDTH. For wider drafters they are scaled as in arXiv 2203.03466: a matrix's
+    relative change per step (muon) and the change of a layer's output (Adam) stay the same.
     """
     scale = min(1.0, MEASURED_WIDTH / width)
     return Update("muon", 0.008 * math.sqrt(scale), 0.003 * scale, 0.02, 0.6)
@@ -127,8 +127,8 @@ def short_update(width: int) -> Update:
 def chosen_update(steps: int, width: int, *, from_trained: bool, typed: Mapping[str, Any]) -> Update:
     """Choose the update by the number of steps, except for fields that the user set.
 
-    A rate set without an optimizer is adamw's, or muon's if other_rate is set. from_trained: low rates keep what a
-    trained drafter has learned.
+    A rate without an optimizer is adamw's, or muon's if other_rate is set. from_trained: take low rates, which preserve
+    a trained drafter.
     """
     optimizer = typed.get("optimizer")
     if optimizer is None and "other_rate" in typed:

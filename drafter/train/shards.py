@@ -1,6 +1,6 @@
 """Training data on disk: a folder of shards with a manifest.
 
-    manifest.json                the settings that made the shards; a folder continues only with the same ones
+    manifest.json                the settings of `peagle data`; the folder continues only with the same settings
     shard_00000.safetensors      documents end to end, N tokens in all
         token_ids   int32 [N]
         trained     uint8 [N]    1: predicting this token counts (the target wrote it)
@@ -10,7 +10,7 @@
                                  optional: the target's n best logits after each token, and the logsumexp of all
     shard_00001.safetensors ...
 
-A shard is whole or absent, and carries a digest of its content: a cut or altered shard is an error.
+A shard is whole or absent, and has a digest of its content: a truncated or altered shard is an error.
 """
 
 import dataclasses
@@ -26,16 +26,17 @@ from safetensors import SafetensorError, safe_open
 from peagle.ops.checkpoint import save_tensors
 from peagle.ops.errors import InputError
 from peagle.ops.files import holds_files, reason_of, write_text_whole, write_whole
-from peagle.ops.records import difference_in_words, flat
+from peagle.ops.records import describe_difference, flat
 from peagle.ops.strict_json import dumps
 
 MANIFEST = "manifest.json"
-# of a manifest's values with another name than their options
+# manifest keys whose options have another name
 OPTIONS = {"prompts": "--prompt-file", "weights": "--target", "max_new_tokens": "-n", "raw": "--raw-prompt"}
 SCHEMA = 1
-NAME = "target"  # in the manifest: the target's path as typed; WEIGHTS identifies it
-WEIGHTS = "weights"  # in the manifest: peagle.ops.checkpoint.fingerprint of the target
-KEPT = "keep_prompt"  # in the manifest: how many last tokens of a prompt were kept; absent: all
+# keys of the manifest
+NAME = "target"  # the target's path as typed
+WEIGHTS = "weights"  # the target's peagle.ops.checkpoint.fingerprint
+KEPT = "keep_prompt"  # how many last tokens of a prompt were kept; absent: all
 DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends")
 TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
@@ -43,7 +44,7 @@ TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One conversation. `teacher` holds the stored tensors of TEACHER, with a row per token."""
+    """One conversation. teacher: stored tensors of the target (TEACHER), with a row per token."""
 
     token_ids: np.ndarray  # [n]
     trained: np.ndarray  # [n] bool
@@ -55,9 +56,9 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise InputError if the folder is neither new nor begun with the same settings. Writes nothing.
+    """Raise InputError unless the folder is new or was begun with the same settings. Writes nothing.
 
-    A folder without a shard counts as new. The target's path may differ, because one directory can have several.
+    A folder without a shard counts as new. The target's path may differ, because a directory can have several paths.
     """
     manifest = {"schema": SCHEMA, **settings}
     if (folder / MANIFEST).exists():
@@ -66,7 +67,7 @@ def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
         stored = read_manifest(folder)
         records = flat(stored), flat(manifest)
         then, now = ({key: value for key, value in record.items() if key != NAME} for record in records)
-        if difference := difference_in_words(then, now, _option):
+        if difference := describe_difference(then, now, _option):
             raise InputError(f"{folder} was made with {difference}; expected the same: take another --out")
         return
     if folder.exists() and (not folder.is_dir() or holds_files(folder)):
@@ -147,7 +148,7 @@ def read_shards(folder: Path) -> list[Document]:
 
 
 def read_shard(path: Path) -> list[Document]:
-    """Read a shard's documents. Raises InputError if it is not a whole and unaltered shard."""
+    """Read a shard's documents. Raises InputError if the shard is truncated or altered."""
     try:
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -1,6 +1,6 @@
-"""One step of a training as one program over all devices; and the same rows' losses without an update.
+"""One training step as one program over all devices, and the losses of the same rows without an update.
 
-    rows of a step ──► each device computes its share, one row (and part of it) after the other
+    rows of a step ──► each device computes its rows in turn, and each row's parts in turn
                        ──► sum gradients over parts, rows and devices ──► one update
 
 The target runs inside the step and computes aux_hidden and labels, or both come from the data.
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.batches import Batch
-from drafter.train.loss import Labels, Sums, chain_loss, labels_of_best, labels_of_logits
+from drafter.train.loss import Labels, Sums, TrainingRows, chain_loss, labels_of_best, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
 from peagle.ops.errors import InputError
 
@@ -30,22 +30,22 @@ ROWS = "rows"  # the mesh axis
 
 @runtime_checkable
 class Teacher(Protocol):
-    """A pytree that computes (logits [B, T, V], aux_hidden [B, T, A]) of packed rows (target/teacher.py)."""
+    """A target as a pytree: computes (logits [B, T, V], aux_hidden [B, T, A]) of packed rows (target/teacher.py)."""
 
     def __call__(
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
-class Ends(NamedTuple):
-    """The target's embedding and head, which a DFlash drafter has and no step changes."""
+class FrozenWeights(NamedTuple):
+    """A DFlash drafter's embedding and head: the target's, which no step changes."""
 
     embedding: jax.Array
     lm_head: jax.Array
 
     @classmethod
-    def of(cls, params: DrafterParams, config: DrafterConfig) -> "Ends | None":
-        """Return those of a DFlash drafter; None for another, whose own are trained."""
+    def of(cls, params: DrafterParams, config: DrafterConfig) -> "FrozenWeights | None":
+        """Return a drafter's frozen weights; None for other drafters, whose embedding and head are trained."""
         if config.kind != "DFlash":
             return None
         assert isinstance(params.lm_head, jax.Array)
@@ -56,8 +56,20 @@ class Ends(NamedTuple):
 
 
 @flax.struct.dataclass
+class Fixed:
+    """What no step changes.
+
+    teacher: None if the data holds aux_hidden and the target's best tokens. frozen: of a DFlash drafter.
+    """
+
+    draft_to_target: jax.Array | None = None
+    teacher: Teacher | None = None
+    frozen: FrozenWeights | None = None
+
+
+@flax.struct.dataclass
 class State:
-    params: DrafterParams  # float32, without draft_to_target and the target's ends (`Ends`)
+    params: DrafterParams  # float32, without draft_to_target and frozen weights
     optimizer: Any
 
 
@@ -69,19 +81,8 @@ class Record:
     gradient_norm: jax.Array
 
 
-@flax.struct.dataclass
-class _Stretch:
-    """The training input of whole rows, or of a stretch of each."""
-
-    token_ids: jax.Array  # [B, T]
-    positions: jax.Array  # [B, T]
-    segment_ids: jax.Array  # [B, T]
-    trained: jax.Array  # [B, T]
-    target: dict[str, jax.Array]  # the tensors of TEACHER, or aux_hidden and the logits of all tokens [B, T, ...]
-
-
 class _Part(NamedTuple):
-    """The rows of depth 0 that count in a part, and its room for chains by depth."""
+    """A part of a row: its anchors at depth 0, and its room for chains by depth."""
 
     start: int
     end: int
@@ -93,42 +94,25 @@ def gradients_of(
     config: DrafterConfig,
     recipe: Recipe,
     counts: tuple[tuple[int, ...], ...],
-    draft_to_target: jax.Array | None,
-    teacher: Teacher | None,
+    fixed: Fixed,
     batch: Batch,
     with_gradient: bool = True,
-    ends: Ends | None = None,
 ) -> tuple[Sums, Any]:
     """Compute (sums, gradient of the summed loss) of a batch, part after part; without a gradient, (sums, ()).
 
-    ends: embedding and head, if params have none. teacher None: the data holds aux_hidden and the target's best tokens.
-    If every layer has a window, a part reads only the stretch of the rows that its outputs depend on, and a part
-    without a trained token is skipped.
+    If every layer has a window, a part reads only the positions that its outputs depend on, and a part without a
+    trained token is skipped.
     """
-    rows = _taught(teacher, batch)
-    segments, dtype = recipe.segments, jnp.dtype(recipe.compute_dtype)
+    rows = _taught(fixed.teacher, batch)
+    draft_to_target, partition, dtype = fixed.draft_to_target, recipe.partition, jnp.dtype(recipe.compute_dtype)
 
     def loss_of(
-        trained: DrafterParams, rows: _Stretch, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
+        trained: DrafterParams, rows: TrainingRows, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
     ) -> tuple[jax.Array, Sums]:
-        whole = trained if ends is None else ends.within(trained)
-        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), whole)
-        sums = chain_loss(
-            cast.replace(draft_to_target=draft_to_target),
-            config,
-            recipe.loss,
-            rows.token_ids,
-            rows.target["aux_hidden"].astype(dtype),
-            labels,
-            rows.segment_ids,
-            rows.positions,
-            rows.trained,
-            anchors,
-            reach,
-            part.counts,
-            (part.start, part.end),
-            recipe.draft_decay,
-        )
+        whole = trained if fixed.frozen is None else fixed.frozen.within(trained)
+        drafter = jax.tree.map(lambda leaf: leaf.astype(dtype), whole).replace(draft_to_target=draft_to_target)
+        chains, span = (anchors, reach, part.counts), (part.start, part.end)
+        sums = chain_loss(drafter, config, recipe.loss, rows, labels, *chains, span, recipe.draft_decay)
         return sums.loss, sums
 
     def only_sums(*arguments: Any) -> tuple[tuple[()], Sums]:
@@ -136,7 +120,7 @@ def gradients_of(
 
     gradient_of = jax.grad(loss_of, has_aux=True) if with_gradient else only_sums
     if config.context_reach is not None and recipe.parts > 1:
-        return _by_stretches(
+        return _part_by_part(
             lambda rows, *part: gradient_of(params, rows, _labels(config, draft_to_target, rows.target), *part),
             _nothing(recipe, params if with_gradient else ()),
             config.context_reach + 1,  # a part's first chain begins at the row before it
@@ -146,7 +130,7 @@ def gradients_of(
             (jnp.stack(batch.anchors), jnp.stack(batch.reach)),
         )
     labels = _labels(config, draft_to_target, rows.target)
-    parts = [_Part(*part) for part in zip(segments.starts, segments.ends, counts, strict=True)]
+    parts = [_Part(*part) for part in zip(partition.starts, partition.ends, counts, strict=True)]
     results = [
         gradient_of(params, rows, labels, anchors, reach, part)
         for anchors, reach, part in zip(batch.anchors, batch.reach, parts, strict=True)
@@ -155,14 +139,14 @@ def gradients_of(
     return sums, gradient
 
 
-def _taught(teacher: Teacher | None, batch: Batch) -> _Stretch:
-    """Return the whole rows with the target's results, stored or computed now."""
+def _taught(teacher: Teacher | None, batch: Batch) -> TrainingRows:
+    """Return the whole rows with the target's outputs, stored or computed now."""
     target = dict(batch.teacher)
     if "aux_hidden" not in target or "top_ids" not in target:
         assert teacher is not None
         logits, aux_hidden = teacher(batch.token_ids, batch.positions, batch.segment_ids)
         target |= {"aux_hidden": aux_hidden} if "top_ids" in target else {"aux_hidden": aux_hidden, "logits": logits}
-    return _Stretch(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
+    return TrainingRows(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
 
 
 def _labels(config: DrafterConfig, draft_to_target: jax.Array | None, target: Mapping[str, jax.Array]) -> Labels:
@@ -172,33 +156,33 @@ def _labels(config: DrafterConfig, draft_to_target: jax.Array | None, target: Ma
     return labels_of_best(ids, logits, log_total, draft_to_target, config.vocab_size)
 
 
-def _by_stretches(
-    gradient_of: Callable[[_Stretch, jax.Array, jax.Array, _Part], tuple[Any, Sums]],
+def _part_by_part(
+    gradient_of: Callable[[TrainingRows, jax.Array, jax.Array, _Part], tuple[Any, Sums]],
     none: tuple[Any, Sums],
     before: int,
     recipe: Recipe,
     counts: tuple[int, ...],
-    rows: _Stretch,
+    rows: TrainingRows,
     chains: tuple[jax.Array, jax.Array],
 ) -> tuple[Sums, Any]:
     """Sum the parts' (gradient, sums) in a loop on the device, so that memory is that of one part.
 
-    A part's stretch holds its rows, `before` rows before them, and the rows after them with its labels. chains:
-    (anchors, reach) of all parts [parts, B, n]. none: what a part without a trained token adds.
+    A part reads its positions, `before` positions before them, and those after them with its labels. chains:
+    (anchors, reach) of all parts [parts, B, n]. none: the zeros that a part without a trained token adds.
     """
     width, span = recipe.width, recipe.width // recipe.parts
     part = _Part(before, before + span, counts)
 
     def add(total: Any, piece: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
         start, anchors, reach = piece
-        place = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
-        inside, taken = (place >= 0) & (place < width), jnp.clip(place, 0, width - 1)
-        stretch = jax.tree.map(lambda leaf: jnp.take(leaf, taken, axis=1), rows)
-        segment_ids = jnp.where(inside[None], stretch.segment_ids, 0)
-        stretch = stretch.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], stretch.trained, 0.0))
+        positions = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
+        inside, indices = (positions >= 0) & (positions < width), jnp.clip(positions, 0, width - 1)
+        part_rows = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=1), rows)
+        segment_ids = jnp.where(inside[None], part_rows.segment_ids, 0)
+        part_rows = part_rows.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], part_rows.trained, 0.0))
         result = jax.lax.cond(
-            jnp.any(stretch.trained[:, before + 2 :] > 0),  # the first row of a part predicts the token two further
-            lambda: gradient_of(stretch, anchors - start + before, reach, part),
+            jnp.any(part_rows.trained[:, before + 2 :] > 0),  # the row at p predicts the token at p + 2
+            lambda: gradient_of(part_rows, anchors - start + before, reach, part),
             lambda: none,
         )
         return jax.tree.map(jnp.add, total, result), None
@@ -209,7 +193,7 @@ def _by_stretches(
 
 
 def _nothing(recipe: Recipe, params: Any) -> tuple[Any, Sums]:
-    """Make the (gradient, sums) that add nothing; params (): without a gradient."""
+    """Make (gradient, sums) of zeros; params (): without a gradient."""
     depths = jnp.zeros((recipe.cod.depth,))
     return jax.tree.map(jnp.zeros_like, params), Sums(jnp.zeros(()), depths, depths)
 
@@ -220,25 +204,23 @@ def next_state(
     counts: tuple[tuple[int, ...], ...],
     state: State,
     steps: jax.Array,
-    draft_to_target: jax.Array | None,
-    teacher: Teacher | None,
-    ends: Ends | None,
+    fixed: Fixed,
     batch: Batch,
 ) -> tuple[State, Record]:
     """Compute (the next state, the record). Runs on every device, on its own rows, one row after the other.
 
-    steps: of the whole training, for the learning rate; data, so that the program that measures a step trains, too.
+    steps: of the whole training, for the learning rate. It is an operand, so that trainings of any length share a
+    program.
     """
-
-    sums, gradient = _over_rows(config, recipe, counts, state.params, draft_to_target, teacher, ends, batch)
+    sums, gradient = _over_rows(config, recipe, counts, state.params, fixed, batch)
     num_rows = jnp.maximum(jnp.sum(sums.rows), 1.0)
     gradient = jax.tree.map(lambda leaf: leaf / num_rows, gradient)
-    still = not recipe.train_embedding and ends is None
-    if still:
+    freezes_embedding = not recipe.train_embedding and fixed.frozen is None
+    if freezes_embedding:
         gradient = gradient.replace(embedding=jnp.zeros_like(gradient.embedding))
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
         updates, after = optimizer(recipe, steps).update(gradient, state.optimizer, state.params)
-    if still:  # weights decay without a gradient, too
+    if freezes_embedding:  # weights decay without a gradient, too
         updates = updates.replace(embedding=jnp.zeros_like(updates.embedding))
     record = Record(sums, jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))))
     return State(optax.apply_updates(state.params, updates), after), record
@@ -249,9 +231,7 @@ def _over_rows(
     recipe: Recipe,
     counts: tuple[tuple[int, ...], ...],
     params: DrafterParams,
-    draft_to_target: jax.Array | None,
-    teacher: Teacher | None,
-    ends: Ends | None,
+    fixed: Fixed,
     batch: Batch,
     with_gradient: bool = True,
 ) -> tuple[Sums, Any]:
@@ -259,7 +239,7 @@ def _over_rows(
 
     def add_row(total: Any, row: Batch) -> tuple[Any, None]:
         one = jax.tree.map(lambda leaf: leaf[None], row)
-        result = gradients_of(params, config, recipe, counts, draft_to_target, teacher, one, with_gradient, ends)
+        result = gradients_of(params, config, recipe, counts, fixed, one, with_gradient)
         return jax.tree.map(jnp.add, total, result), None
 
     gradient, sums = _nothing(recipe, params if with_gradient else ())
@@ -272,9 +252,9 @@ def _over_rows(
 def step_program(
     config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
 ) -> Callable[..., tuple[State, Record]]:
-    """Compile (state, steps, draft_to_target, teacher, ends, batch) -> (state, record), `next_state` over devices."""
+    """Compile (state, steps, fixed, batch) -> (state, record): `next_state` over devices."""
     body = functools.partial(next_state, config, recipe, counts)
-    program = jax.jit(_by_rows(body, mesh, replicated=5), donate_argnums=0)
+    program = jax.jit(_by_rows(body, mesh, replicated=3), donate_argnums=0)
     return cast(Callable[..., tuple[State, Record]], program)
 
 
@@ -282,33 +262,25 @@ def step_program(
 def sums_program(
     config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
 ) -> Callable[..., Sums]:
-    """Compile (params, draft_to_target, teacher, ends, batch) -> the batch's sums over all devices; no update."""
+    """Compile (params, fixed, batch) -> the batch's sums over all devices; no update."""
 
-    def body(
-        params: DrafterParams,
-        draft_to_target: jax.Array | None,
-        teacher: Teacher | None,
-        ends: Ends | None,
-        batch: Batch,
-    ) -> Sums:
-        operands = params, draft_to_target, teacher, ends, batch
-        sums, _ = _over_rows(config, recipe, counts, *operands, with_gradient=False)
-        return sums
+    def body(params: DrafterParams, fixed: Fixed, batch: Batch) -> Sums:
+        return _over_rows(config, recipe, counts, params, fixed, batch, with_gradient=False)[0]
 
-    return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=4)))
+    return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=2)))
 
 
 def _by_rows(body: Callable[..., Any], mesh: Mesh, replicated: int) -> Callable[..., Any]:
-    """Run a function on every device: its first arguments whole, the last, a batch, by its rows."""
+    """Run a function on every device. The first arguments are replicated; the last, a batch, is cut by rows."""
     everywhere = PartitionSpec()
     ins = (*[everywhere] * replicated, PartitionSpec(ROWS))
     return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=everywhere, check_vma=False)
 
 
 def devices_for(rows_per_step: int, num_devices: int | None = None) -> Mesh:
-    """Make a mesh of num_devices, by default of as many as divide the rows of a step.
+    """Make a mesh of num_devices; by default of the most devices that divide the rows of a step.
 
-    Raises InputError for more than there are, and for a number that does not divide the rows.
+    Raises InputError for more devices than there are, and for a number that does not divide the rows.
     """
     available = jax.devices()
     good = [count for count in range(1, len(available) + 1) if rows_per_step % count == 0]

@@ -40,19 +40,19 @@ from drafter.train.folder import (
 from drafter.train.held_out import HeldOut, score_of
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe, optimizer
-from drafter.train.step import Ends, Record, State, Teacher, devices_for, step_program, sums_program
+from drafter.train.step import Fixed, FrozenWeights, Record, State, Teacher, devices_for, step_program, sums_program
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of, write_text_whole
-from peagle.ops.memory import size_in_words
+from peagle.ops.memory import format_size
 from peagle.ops.strict_json import dumps
 
 NEWEST_KEPT = 2  # checkpoints, besides the best one
 
 
 class Pace:
-    """Speed and remaining time of a training.
+    """Measure a training's speed and remaining time.
 
-    The first step compiles, so it is left out. Pauses between steps are counted apart, by kind.
+    The first step compiles, so it does not count. Pauses between steps are counted apart, by kind.
     """
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class Pace:
         self._last = now
 
     def paused(self, kind: str, seconds: float) -> None:
-        """Record seconds between two steps, which are not part of the next one."""
+        """Record seconds between two steps, which do not count as part of the next one."""
         self._between[kind].append(seconds)
         if self._last is not None:
             self._last += seconds
 
     def left_s(self, steps: int, between: Mapping[str, int]) -> float | None:
-        """Return the seconds of this many steps, and pauses of each kind; None before the second step."""
+        """Estimate the seconds of `steps` steps with so many pauses of each kind; None before the second step."""
         if self.step_s is None:
             return None
         pauses = (count * statistics.mean(self._between[kind] or [0.0]) for kind, count in between.items())
@@ -85,20 +85,19 @@ class Pace:
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot continue (a loss that is not finite, a full disk). The message names the last good step."""
+    """Training cannot continue: the loss is not finite, or the disk is full. The message names the last good step."""
 
 
 @dataclasses.dataclass
 class Trainer:
-    """A training in a folder: recipe.json, log.jsonl, checkpoints/. It learns from `batches` and `teacher`.
+    """A training in a folder: recipe.json, log.jsonl, checkpoints/.
 
-    held_out: documents that measure the drafter. The best step on them is the result, and its checkpoint is kept;
-    without them the last step.
+    held_out: documents that measure the drafter. The result is the step that is best on them, whose checkpoint is kept;
+    without them it is the last step.
 
-    evaluate measures the drafter at a step (the command line passes in the engine's acceptance); its figures go to the
-    log. watch is called with every line of the log, progress after every step with the steps done and the seconds left
-    (None before the second). should_stop is called before the first step and after each; True ends the training as its
-    last step would.
+    evaluate: measures the drafter (the command line passes in the engine's acceptance); its figures go to the log.
+    watch: called with every line of the log. progress: called after every step with (steps done, seconds left or None).
+    should_stop: called before the first step and after each; True ends the training as its last step would.
     """
 
     out: Path
@@ -107,7 +106,7 @@ class Trainer:
     batches: Batches
     teacher: Teacher | None
     draft_to_target: np.ndarray | None = None
-    ends: Ends | None = None  # of a DFlash drafter
+    frozen: FrozenWeights | None = None  # of a DFlash drafter
     held_out: HeldOut | None = None
     held_out_every: int = 10  # steps; also at the end
     evaluate: Callable[[DrafterParams], Mapping[str, Any]] | None = None
@@ -122,9 +121,9 @@ class Trainer:
     def run(self, initial: DrafterParams) -> DrafterParams:
         """Train from `initial`, or continue from the folder's newest checkpoint; return the trained parameters.
 
-        The result includes draft_to_target. At every end the newest checkpoint holds the last step, even if evaluate
-        raises KeyboardInterrupt, which is raised again. Raises TrainingStopped if the loss is not finite or nothing can
-        be written, InputError for checkpoints that do not fit.
+        The result includes draft_to_target. If `evaluate` raises KeyboardInterrupt, the last step is saved first.
+        Raises TrainingStopped if the loss is not finite or the folder cannot be written, InputError for checkpoints
+        that do not fit.
         """
         step = self.compiled()
         policy = preservation_policy.AnyPreservationPolicy(
@@ -147,18 +146,20 @@ class Trainer:
         step: Callable[[State, Batch], tuple[State, Record]],
         initial: DrafterParams,
     ) -> DrafterParams:
-        state, first = self._restored(checkpoints, self.begin(initial))
+        state, first = self.begin(initial), checkpoints.latest_step() or 0
+        if checkpoints.latest_step() is not None:
+            state = self._read(checkpoints, first, jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
         evaluated, pace = self._keep_log_until(first), Pace()
         self._expect_best(checkpoints)
         started, done, ends = time.monotonic(), first, self._ends(first)
         if ends:
             state = self._best(checkpoints, done, state)
-        if first and not evaluated:  # a kill interrupted the evaluation, or there was none
+        if first and not evaluated:  # the process was killed during the evaluation, or there was none
             self._evaluate(first, state, ends, pace)
         records: list[Record] = []
         while not ends:
             state, record = step(state, self.batches.at(done))
-            jax.block_until_ready(records[-1:])  # the previous step, so that a stop waits for one step only
+            jax.block_until_ready(records[-1:])  # the previous step, so that at most one is in flight
             records.append(record)
             done += 1
             pace.stepped()
@@ -168,7 +169,8 @@ class Trainer:
             saves = ends or done % self.save_every == 0
             measures = self._measures(done, ends)
             if saves or measures or done % self.log_every == 0 or self._evaluates(done, ends):
-                speed = None if pace.step_s is None else round(self._tokens_per_step / pace.step_s)
+                tokens = self.batches.rows_per_step * self.recipe.width
+                speed = None if pace.step_s is None else round(tokens / pace.step_s)
                 times = {"elapsed_s": round(time.monotonic() - started, 2), "left_s": left_s, "tok_per_s": speed}
                 self._log_records(checkpoints, done, records, times)
                 records = []
@@ -226,11 +228,11 @@ class Trainer:
         pace.paused(HELD_OUT, time.monotonic() - began)
 
     def held_out_figures(self, state: State) -> dict[str, Any]:
-        """Compute loss, hits and score on the held-out documents; nan if no row counts."""
+        """Compute loss, hits and score on the held-out documents. The loss is nan if no row counts."""
         assert self.held_out is not None
         any_length = dataclasses.replace(self.recipe, steps=1)
         program = sums_program(self.config, any_length, self.batches.counts, self._mesh)
-        figures = _figures([program(state.params, *self._fixed, batch) for batch in self.held_out])
+        figures = _figures([program(state.params, self._fixed, batch) for batch in self.held_out])
         return {**figures, "score": score_of(self.recipe.loss, figures["loss"], figures["hits_by_depth"])}
 
     def _best_step(self) -> int | None:
@@ -249,7 +251,7 @@ class Trainer:
             )
 
     def _best(self, checkpoints: ocp.CheckpointManager, done: int, state: State) -> State:
-        """Return the saved state of the best step; free the last state if that is another."""
+        """Return the state of the best step; if it is another than `state`, free `state` and read a checkpoint."""
         best = self._best_step()
         if best is None or best == done:
             return state
@@ -257,24 +259,23 @@ class Trainer:
         jax.tree.map(lambda leaf: leaf.delete(), state)
         return self._read(checkpoints, best, shapes)
 
-    @property
-    def _tokens_per_step(self) -> int:
-        return self.batches.rows_per_step * self.recipe.width
-
     @functools.cached_property
-    def _fixed(self) -> Any:
-        """(draft_to_target, the target, its ends) on all devices."""
-        return self._replicated((self.draft_to_target, self.teacher, self.ends))
+    def _fixed(self) -> Fixed:
+        return cast(Fixed, self._replicated(Fixed(self._draft_to_target, self.teacher, self.frozen)))
+
+    @property
+    def _draft_to_target(self) -> jax.Array | None:
+        return None if self.draft_to_target is None else jnp.asarray(self.draft_to_target, jnp.int32)
 
     def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
         """Compile a step over all devices; a call donates the state's memory."""
         any_length = dataclasses.replace(self.recipe, steps=1)
         step = step_program(self.config, any_length, self.batches.counts, self._mesh)
         steps = self._replicated(jnp.float32(self.recipe.steps))
-        return lambda state, batch: step(state, steps, *self._fixed, batch)
+        return lambda state, batch: step(state, steps, self._fixed, batch)
 
     def begin(self, initial: DrafterParams) -> State:
-        without: dict[str, Any] = {} if self.ends is None else {"embedding": None, "lm_head": None}
+        without: dict[str, Any] = {} if self.frozen is None else {"embedding": None, "lm_head": None}
         trained = dataclasses.replace(initial, draft_to_target=None, **without)
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), trained)
         return cast(
@@ -286,25 +287,18 @@ class Trainer:
         return devices_for(self.batches.rows_per_step, self.devices)
 
     def _whole(self, params: DrafterParams) -> DrafterParams:
-        ids = None if self.draft_to_target is None else jnp.asarray(self.draft_to_target, jnp.int32)
         one = jax.devices()[0]
-        params = params if self.ends is None else self.ends.within(params)
-        return dataclasses.replace(jax.tree.map(lambda leaf: jax.device_put(leaf, one), params), draft_to_target=ids)
+        params = params if self.frozen is None else self.frozen.within(params)
+        on_one = jax.tree.map(lambda leaf: jax.device_put(leaf, one), params)
+        return dataclasses.replace(on_one, draft_to_target=self._draft_to_target)
 
     def _replicated(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
 
-    def _restored(self, checkpoints: ocp.CheckpointManager, initial: State) -> tuple[State, int]:
-        """Return (the newest checkpoint's state, its step), or (the initial state, 0) if there is none."""
-        latest = checkpoints.latest_step()
-        if latest is None:
-            return initial, 0
-        return self._read(checkpoints, latest, jax.tree.map(ocp.utils.to_shape_dtype_struct, initial)), latest
-
     def _read(self, checkpoints: ocp.CheckpointManager, step: int, shapes: Any) -> State:
         """Read a step's checkpoint. Raises InputError if it does not have these shapes, or is not whole."""
         try:
-            # check first: a restore that fails half way leaves reads open that raise when they are collected
+            # check first: a restore that fails half way leaves reads open that raise when Python collects them
             expect_sizes(self._checkpoint(step))
             _same_shapes(checkpoints.item_metadata(step), shapes)
             return cast(State, checkpoints.restore(step, args=ocp.args.StandardRestore(shapes)))
@@ -324,8 +318,8 @@ class Trainer:
         size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.out).free
         if free < size:  # check first: if a disk fills up half way, orbax's threads print long errors
             raise TrainingStopped(
-                f"the checkpoint of step {step} takes {size_in_words(size)}, the disk of {self.out / CHECKPOINTS} has "
-                f"{size_in_words(free)} left: {os.strerror(errno.ENOSPC)}; {self._last_good(checkpoints)}"
+                f"the checkpoint of step {step} takes {format_size(size)}, the disk of {self.out / CHECKPOINTS} has "
+                f"{format_size(free)} left: {os.strerror(errno.ENOSPC)}; {self._last_good(checkpoints)}"
             )
         try:
             checkpoints.save(step, args=ocp.args.StandardSave(state))
@@ -381,7 +375,7 @@ class Trainer:
         self.watch(line)
 
     def _keep_log_until(self, step: int) -> bool:
-        """Cut the log after the step that training continues from; return whether it holds that step's evaluation."""
+        """Cut the log after the step to continue from; return whether the log holds that step's evaluation."""
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
         text = "".join(dumps(line) + "\n" for line in kept)
@@ -391,7 +385,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class _Keep:
-    """Keeps one checkpoint: that of the best step so far."""
+    """Preserve the checkpoint of the best step so far (a preservation policy of orbax)."""
 
     step: Callable[[], int | None]
 
@@ -401,7 +395,7 @@ class _Keep:
 
 
 def _figures(sums: Sequence[Sums]) -> dict[str, Any]:
-    """Average over rows: the loss, and by depth the hits, with the number of rows. The loss of no row is nan."""
+    """Average over rows: the loss, and by depth the hits, with the number of rows. Without a row the loss is nan."""
     loss, rows, hits = (
         np.stack([np.asarray(value) for value in values]).sum(0)
         for values in zip(*((part.loss, part.rows, part.hits) for part in sums), strict=True)

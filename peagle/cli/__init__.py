@@ -16,4 +16,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = app.main(arguments)
         except KeyboardInterrupt:
             return interrupt.EXIT_CODE
-        return interrupt.EXIT_CODE if interrupt.asked() else code
+        return interrupt.EXIT_CODE if interrupt.pressed() else code

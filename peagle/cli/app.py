@@ -31,7 +31,7 @@ from peagle.cli.output import say
 from peagle.hub import stay_offline
 from peagle.ops.errors import InputError, InputWarning, cannot_start, is_of_backend
 from peagle.ops.files import reason_of
-from peagle.ops.jax_cure import MiscompilingJaxError
+from peagle.ops.jax_workaround import MiscompilingJaxError
 
 OK, BAD_INPUT, BROKEN_PIPE = 0, 2, 141
 

@@ -19,7 +19,7 @@ class Check:
         """Print every finding and the verdict. Return the exit code: 1 if a check fails."""
         from peagle.cli.display import Display
         from peagle.cli.output import show_lines
-        from peagle.ops.kernels import in_words
+        from peagle.ops.kernels import describe_kernels
         from peagle.workflows.check import check, verdict
 
         display, checks, findings = Display(), check(), []
@@ -32,5 +32,5 @@ class Check:
             show_lines([f"{'ok' if finding.ok else 'WRONG':<6} {finding.name}: {finding.found}"], indent=7)
         right, line = verdict(findings)
         show_lines([f"\n{line}"], style="bold" if right else "bold red")
-        show_lines([f"Kernels here: {in_words()}."])
+        show_lines([f"Kernels here: {describe_kernels()}."])
         return 0 if right else 1

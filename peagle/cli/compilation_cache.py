@@ -5,7 +5,7 @@ import os
 import warnings
 
 from peagle.measure.provenance import first_processor, num_threads
-from peagle.ops.files import cache_directory, trim
+from peagle.ops.files import cache_directory, trim_folder
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 SETTINGS = {
@@ -33,7 +33,7 @@ def keep_compiled() -> None:
         if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
             return
         if existing == directory:
-            trim(directory, MOST_BYTES)
+            trim_folder(directory, MOST_BYTES)
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return
     os.environ[DIRECTORY] = str(directory)

@@ -73,7 +73,7 @@ class Data:
 
     def run(self) -> int:
         from peagle.cli.run_data import make_data
-        from peagle.ops.files import alone
+        from peagle.ops.files import locked
 
-        with alone(Path(self.out)):
+        with locked(Path(self.out)):
             return make_data(self)

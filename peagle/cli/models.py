@@ -11,7 +11,7 @@ from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
 from peagle.engine.resolved import shared_slots
 from peagle.hub import cache, fetch, is_name, remaining
 from peagle.ops.errors import InputError
-from peagle.ops.memory import size_in_words
+from peagle.ops.memory import format_size
 from peagle.pair import Pair
 from peagle.parallel import parse_mesh
 from peagle.text.prompts import Rendering
@@ -35,7 +35,7 @@ def download(command: Any) -> None:
             display.note(f"{name} is in {cache()} already")
             continue
         files = f"{missing.num_files} file{'s' * (missing.num_files > 1)}"
-        display.note(f"downloading {name} into {cache()}: {files}, {size_in_words(missing.num_bytes)}")
+        display.note(f"downloading {name} into {cache()}: {files}, {format_size(missing.num_bytes)}")
         with display.on_interrupt(lambda: kept), display.stage(f"downloading {name}") as progress:
             fetch(missing, progress)
 

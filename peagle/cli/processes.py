@@ -19,7 +19,7 @@ from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
-from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_place
+from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_rendezvous
 from peagle.workflows.follow import follow
 
 Settings = TypeVar("Settings")
@@ -33,8 +33,8 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
 
     Raises InputError for options that contradict one another, or that differ from those of the other processes.
     """
-    place = parse_place(load.coordinator, load.process_id, load.num_processes)
-    if place is None:
+    rendezvous = parse_rendezvous(load.coordinator, load.process_id, load.num_processes)
+    if rendezvous is None:
         return run(settings)
     if load.mesh is None:
         raise InputError("--coordinator is given without --mesh, which shards the target over the processes; give both")
@@ -44,11 +44,11 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
     options = {name: str(value) if isinstance(value, Path) else value for name, value in record(settings).items()}
     del options["process_id"]
     hello = {"versions": versions, "options": options}
-    if place.process:
+    if rendezvous.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 prints them
-        team = join(place, hello, _complain)
+        team = join(rendezvous, hello, _complain)
         return _run_to_end(team, lambda: follow(team))
-    team = gather(place, hello, _complain)
+    team = gather(rendezvous, hello, _complain)
     _leads.append(Lead(team.send))
     try:
         return _run_to_end(team, lambda: run(settings))
@@ -65,7 +65,7 @@ def _run_to_end(team: Team, run: Callable[[], int]) -> int:
         _complain(str(error))
         team.leave(BAD_INPUT)
     except KeyboardInterrupt:
-        if not team.place.process:
+        if not team.rendezvous.process:
             team.end()
             raise
         team.end("it was interrupted")

@@ -9,7 +9,7 @@ from peagle.engine.kv_memory import PrefixCacheUse
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
-from peagle.ops.memory import size_in_words
+from peagle.ops.memory import format_size
 from peagle.pair import Pair
 from peagle.result import Result
 from peagle.text.prompt_files import Skipped, skipped_line
@@ -81,7 +81,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
         lines.append(("plain", _comparison(run, summary)))
     if run.prefix_cache is not None and run.prefix_cache.num_hits:
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
-    memory = "-" if peak_memory_bytes is None else size_in_words(peak_memory_bytes)
+    memory = "-" if peak_memory_bytes is None else format_size(peak_memory_bytes)
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {memory}"))
     if run.profile is not None:
         lines.append(("profile", _profile(run.profile)))
@@ -242,7 +242,7 @@ def _comparison(run: Run, summary: dict[str, Any]) -> str:
 def _prefix_cache(use: PrefixCacheUse) -> str:
     return (
         f"{use.num_hits} of {use.num_requests} prompts hit: {use.num_hit_tokens:,} of {use.num_tokens:,} tokens | "
-        f"{use.num_entries} pages kept, {size_in_words(use.num_bytes)}"
+        f"{use.num_entries} pages kept, {format_size(use.num_bytes)}"
     )
 
 

@@ -24,7 +24,7 @@ from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.memory import size_in_words, tree_bytes
+from peagle.ops.memory import format_size, tree_bytes
 from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
 from target.load import inspect_target
@@ -215,8 +215,8 @@ def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> l
     return [
         f"{config['target']}{drafter}: {config['dtype']} arithmetic, {config['experts']} experts, kernels "
         f"{config['kernels']}; "
-        f"{size_in_words(weights.dense + weights.experts)} of weights without the embedding, "
-        f"{size_in_words(round(weights.read(1)))} read per token",
+        f"{format_size(weights.dense + weights.experts)} of weights without the embedding, "
+        f"{format_size(round(weights.read(1)))} read per token",
         f"{where}, {origin['num_threads']} threads; {packages}; slots {', '.join(map(str, options.slots))}, {repeats}",
     ]
 

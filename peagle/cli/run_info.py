@@ -11,7 +11,7 @@ from drafter.dialects import is_drafter_config, named_aux_layers
 from drafter.dialects import parse_config as parse_drafter
 from drafter.load import doubtful_map
 from drafter.load import weight_bytes as drafter_weight_bytes
-from drafter.model import cache_groups as drafter_groups
+from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
 from peagle.checkpoints import (
     DEMO,
@@ -31,12 +31,11 @@ from peagle.engine.resolved import ResolvedConfig, shared_slots
 from peagle.engine.speculation import SPECULATION_FILE
 from peagle.fit import chosen_window, describe_aux_layers, doubtful_aux_layers, fitting_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
-from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pool
+from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
-from peagle.ops.kernels import for_weights
-from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.memory import available_memory_bytes, size_in_words
+from peagle.ops.kernels import describe_kernels, for_weights
+from peagle.ops.memory import available_memory_bytes, format_size
 from peagle.ops.native import available as native_available
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
 from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
@@ -141,7 +140,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
     if files.stop_token_ids:
         stop_tokens = f"{_list(files.stop_token_ids)}, by {files.stop_tokens_from}"
     needed, available = _weight_bytes(path), available_memory_bytes()
-    fits = f"{'fits' if needed <= available else 'does not fit'} into the {size_in_words(available)} available now"
+    fits = f"{'fits' if needed <= available else 'does not fit'} into the {format_size(available)} available now"
     return [
         ("layers", f"{c.num_layers}: {kinds[SLIDING]} sliding (window {c.sliding_window}), {kinds[FULL]} full"),
         ("hidden size", f"{c.hidden_size:,}"),
@@ -151,9 +150,9 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("positions", f"{c.max_positions:,}"),
         ("parameters", f"{files.num_parameters:,}, {files.num_expert_parameters:,} of them in experts"),
         ("weights", f"{'MXFP4 experts, the rest' if files.mxfp4 else 'not quantised,'} as stored"),
-        ("on disk", size_in_words(_disk_bytes(path))),
+        ("on disk", format_size(_disk_bytes(path))),
         ("in memory", _target_memory(files)),
-        ("loaded here", f"{size_in_words(needed)} for {_dtype().name} arithmetic; {fits}"),
+        ("loaded here", f"{format_size(needed)} for {_dtype().name} arithmetic; {fits}"),
         (f"KV cache per {TOKENS:,} tokens", f"{_memory_of(per_token)} (full layers)"),
         ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP})"),
         ("with --retain-full-kv", f"{_memory_of(retained)} per {TOKENS:,} tokens, and no pages per slot"),
@@ -161,7 +160,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("default aux layers", aux_layers),
         ("stop tokens", stop_tokens),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
-        ("kernels", kernels_in_words()),
+        ("kernels", describe_kernels()),
     ]
 
 
@@ -174,7 +173,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
     total = first.total + caches
     shared = "the embedding, routers and norms" + (", shared kv heads" if shape.ranks > c.num_kv_heads else "")
     fits = "fits" if total <= device.memory_bytes else "does not fit"
-    device_memory = size_in_words(int(device.memory_bytes))
+    device_memory = format_size(int(device.memory_bytes))
     collectives = 2 * c.num_layers + 1 if shape.ranks > 1 else 0
 
     def times(rows: int) -> str:
@@ -182,20 +181,20 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
         return f"{reading + summing:.2f} ms ({reading:.2f} reading weights, {summing:.2f} in collectives)"
 
     replicas = f": {shape.dp} replicas on {shape.ranks} each, of {own} slots each"
-    kinds = ", ".join(f"{kind} {size_in_words(size)}" for kind, size in first.kinds.items())
+    kinds = ", ".join(f"{kind} {format_size(size)}" for kind, size in first.kinds.items())
     sums = f"{collectives} collectives at an assumed {device.latency_s * 1e6:.0f} us each"
     return [
         (f"over {shape}", f"{shape.devices} devices" + replicas * (shape.dp > 1)),
-        ("  weights of each", f"{size_in_words(first.total)}: {kinds}"),
-        ("  replicated on all", f"{size_in_words(first.replicated)}: {shared}"),
-        ("  padding of the last", f"{size_in_words(last.padding)} of zeros"),
+        ("  weights of each", f"{format_size(first.total)}: {kinds}"),
+        ("  replicated on all", f"{format_size(first.replicated)}: {shared}"),
+        ("  padding of the last", f"{format_size(last.padding)} of zeros"),
         (
             "  loading each",
-            f"reads {size_in_words(first.total - first.padding)} of {size_in_words(files.tensor_bytes)}; on CPU it "
+            f"reads {format_size(first.total - first.padding)} of {format_size(files.tensor_bytes)}; on CPU it "
             "takes at most 1.15 of its weights",
         ),
-        ("  pages of each", f"{size_in_words(caches)} bfloat16, with --slots {slots} --context {positions}"),
-        (f"  together on an {device.name}", f"{size_in_words(total)}; {fits} into its {device_memory}"),
+        ("  pages of each", f"{format_size(caches)} bfloat16, with --slots {slots} --context {positions}"),
+        (f"  together on an {device.name}", f"{format_size(total)}; {fits} into its {device_memory}"),
         ("  a pass over 1 row", f"at least {times(1)}; {sums}"),
         (f"  over {k + 1} rows", f"at least {times(k + 1)}"),
     ]
@@ -226,11 +225,11 @@ def drafter_rows(
         ("window", window),
         ("drafts by auto", _drafts(path)),
         ("parameters", f"{parameters:,}"),
-        ("on disk", size_in_words(_disk_bytes(path))),
+        ("on disk", format_size(_disk_bytes(path))),
         ("in memory", _memory_of(parameters)),
         *([(f"KV cache per {TOKENS:,} tokens", _memory_of(per_token))] if per_token else []),
         *([("KV pages per slot", f"{_memory_of(per_slot)} (layers with a window, {ONE_STEP})")] if per_slot else []),
-        ("kernels", kernels_in_words()),
+        ("kernels", describe_kernels()),
     ]
 
 
@@ -288,10 +287,10 @@ def _drafts(path: Path) -> str:
 def _target_memory(files: TargetFiles) -> str:
     def of(dtype: np.dtype, packed: bool) -> str:
         experts = files.expert_tensor_bytes if packed else files.num_expert_parameters * dtype.itemsize
-        return size_in_words((files.num_parameters - files.num_expert_parameters) * dtype.itemsize + experts)
+        return format_size((files.num_parameters - files.num_expert_parameters) * dtype.itemsize + experts)
 
     layouts = [("expanded", False)] + ([("packed", True)] if files.mxfp4 else [])
-    stored = f"{size_in_words(files.tensor_bytes)} as stored; without native kernels " if native_available() else ""
+    stored = f"{format_size(files.tensor_bytes)} as stored; without native kernels " if native_available() else ""
     return stored + "; ".join(
         f"{name} {of(FLOAT32, packed)} float32, {of(BFLOAT16, packed)} bfloat16" for name, packed in layouts
     )
@@ -312,7 +311,7 @@ def _prefill_memory(config: TargetConfig) -> str:
 
     def memory(rows: int, blocks: RowBlocks) -> str:
         num_values = rows * config.hidden_size + blocks.query_rows * (of_query + config.hidden_size)
-        return size_in_words(FLOAT32.itemsize * (num_values + blocks.expert_rows * config.top_k * of_expert))
+        return format_size(FLOAT32.itemsize * (num_values + blocks.expert_rows * config.top_k * of_expert))
 
     chunked = memory(DEFAULT_CHUNK, RowBlocks(DEFAULT_CHUNK, DEFAULT_CHUNK))
     return f"{chunked} in chunks, {memory(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
@@ -323,7 +322,7 @@ def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple
     groups = drafter_groups(config)
 
     def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
-        return init_pool(groups, num_pages, config.num_kv_heads, config.head_dim, INT8)
+        return init_pools(groups, num_pages, config.num_kv_heads, config.head_dim, INT8)
 
     return groups, page_bytes(groups, init_pages)
 
@@ -339,7 +338,7 @@ def _kv_values(groups: tuple[CacheGroup, ...], page_values: tuple[int, ...]) -> 
 
 
 def _memory_of(num_values: int) -> str:
-    return f"{size_in_words(4 * num_values)} float32, {size_in_words(2 * num_values)} bfloat16"
+    return f"{format_size(4 * num_values)} float32, {format_size(2 * num_values)} bfloat16"
 
 
 def _disk_bytes(path: Path) -> int:

@@ -104,7 +104,7 @@ def _report_lines(findings: Findings, settings: Parity) -> Iterator[str]:
         f"expected of this checkpoint {findings.expected:.2f}"
     )
     if findings.vocabulary is not None:
-        yield f"vocabulary   of the answers {findings.vocabulary.in_words()}"
+        yield f"vocabulary   of the answers {findings.vocabulary.describe()}"
     if findings.other_rendering is not None:
         other = "raw" if settings.render == "chat" else "chat"
         yield f"             the same prompts {other}: {findings.other_rendering:.2f}"

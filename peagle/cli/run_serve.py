@@ -20,7 +20,7 @@ from peagle.engine.loop import AnyEngine
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
-from peagle.ops.memory import size_in_words
+from peagle.ops.memory import format_size
 from peagle.pair import Pair
 from peagle.serve.app import create_app
 from peagle.serve.batch import BatchFile, Counts, check_files
@@ -98,7 +98,7 @@ def answer_file(settings: BatchCommand) -> int:
     started = time.perf_counter()
     try:
         with display.on_interrupt(lambda: _progress(batch.counts)), display.stage("answering") as advance:
-            asyncio.run(batch.run(interrupt.asked, lambda counts: advance(counts.done, counts.total)))
+            asyncio.run(batch.run(interrupt.pressed, lambda counts: advance(counts.done, counts.total)))
             interrupt.check()
     finally:
         loop.close()
@@ -223,7 +223,7 @@ def _describe(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
     speculates = "plainly" if not k else f"with K <= {k} by confidence" if config.adaptive else f"with K = {k}"
     return [
         f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.loaded.dtype}",
-        f"memory besides the weights: {size_in_words(pages + state + logits)}; its pages hold "
+        f"memory besides the weights: {format_size(pages + state + logits)}; its pages hold "
         f"{engine.page_use.num_tokens:,} tokens of all requests and the prefix cache"
         + ("" if config.prefix_cache else ", which is off"),
     ]

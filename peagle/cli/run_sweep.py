@@ -26,8 +26,7 @@ from peagle.measure.sweep.store import RAW, Folder, begin, open_run
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone as alone_in
-from peagle.ops.files import expect_new
+from peagle.ops.files import expect_new, locked
 from peagle.pair import Pair
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, without_suffix
 from peagle.text.prompts import Rendering
@@ -44,7 +43,7 @@ def sweep(settings: Sweep) -> int:
     InputError for bad options, files and models before it writes.
     """
     typed = _plan(settings)  # first, because bad options must not create the lock file
-    with alone_in(Path(settings.out)):
+    with locked(Path(settings.out)):
         return _sweep(settings, typed)
 
 

@@ -19,7 +19,7 @@ from drafter.train.batches import Batches
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
-from drafter.train.step import Ends, devices_for
+from drafter.train.step import FrozenWeights, devices_for
 from drafter.train.trainer import Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import DraftVocab
@@ -158,7 +158,7 @@ def train(settings: Train) -> int:
     lines = [f"drafter      {out / DRAFTER} | {kept} | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {curve}")
     if covered is not None:
-        lines.append(f"proposes     {covered.in_words()}")
+        lines.append(f"proposes     {covered.describe()}")
     if prompts is not None and prompts.skipped:
         lines.append(f"left out     of --evaluate {skipped_line(prompts.skipped)}")
     if weak := weak_drafter(log, out, init=settings.shape.init is not None):
@@ -246,12 +246,10 @@ def _check(settings: Train) -> CheckedTraining:
     if not 1 <= shape.mask_hiddens <= (most := max(1, depth - 1)):
         raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{most}")
     if recipe.blocks is not None:
-        counts = recipe.segments.block_counts(recipe.cod.depth, recipe.blocks)
+        counts = recipe.partition.block_counts(recipe.cod.depth, recipe.blocks)
     else:
-        counts = recipe.segments.counts(recipe.cod, *anchors(data.sources, recipe.segments))
-    batches = Batches(
-        data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed, recipe.blocks is not None
-    )
+        counts = recipe.partition.counts(recipe.cod, *anchors(data.sources, recipe.partition))
+    batches = Batches(data.sources, recipe, counts)
     devices_for(settings.rows, devices)  # raises InputError if they cannot share the rows
     return CheckedTraining(
         name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,
@@ -301,13 +299,13 @@ def _trainer(
         checked.batches,
         None if self_contained(documents) else teacher,
         ids,
-        Ends.of(initial, config),
+        FrozenWeights.of(initial, config),
         held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
         held_out_every=held_out_every(checked.recipe.steps),
         evaluate=evaluate,
         evaluate_every=settings.evaluate_every,
         save_every=settings.save_every,
-        should_stop=lambda: interrupt.asked() or deadline.over(),
+        should_stop=lambda: interrupt.pressed() or deadline.over(),
         devices=checked.devices,
     )
     done = steps_done(checked.out)

@@ -95,7 +95,7 @@ class Train:
             refuse_other_options(self, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {self.out}")
         with require_extra("training needs", "train"):
             from peagle.cli.run_train import train
-        from peagle.ops.files import alone
+        from peagle.ops.files import locked
 
-        with alone(Path(self.out)):
+        with locked(Path(self.out)):
             return train(self)

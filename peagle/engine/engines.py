@@ -17,7 +17,7 @@ from peagle.engine.remote import Lead
 from peagle.engine.replicas import Replicas
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError, InputWarning
-from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
+from peagle.ops.memory import available_memory_bytes, format_size, refuse_too_large
 from peagle.protocols import Drafter, OverDevices, Target
 
 PREFIX_FRAC = 0.1  # the prefix cache takes at most this share of the free memory
@@ -140,7 +140,7 @@ class Engines:
         ):
             if size > available:
                 raise InputError(
-                    f"{name} may take {size_in_words(size)}, but {size_in_words(available)} are available; give a "
+                    f"{name} may take {format_size(size)}, but {format_size(available)} are available; give a "
                     f"smaller {option}, or {instead}"
                 )
 
@@ -196,7 +196,7 @@ def _refuse_too_large(engine: AnyEngine) -> None:
         slot_bytes = (pages - kept + state + logits) // slots
         fit = max(0, available - kept) // max(slot_bytes, 1)
         which = f"{fit} slots fit" if fit > 1 else "1 slot fits" if fit else "not even one fits"
-        return f"each slot takes {size_in_words(slot_bytes)}, and {which}: lower --context, -n or --slots"
+        return f"each slot takes {format_size(slot_bytes)}, and {which}: lower --context, -n or --slots"
 
     caches = f"the keys and values of {tokens:,} positions" + (f" for {slots} slots" if slots > 1 else "")
     refuse_too_large({caches: pages, "the state of the slots": state, "a step's logits": logits}, hint)

@@ -16,7 +16,7 @@ from peagle.engine.pages import PageGroup, PagePool, PageTable
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages
 from peagle.ops.errors import InputError
-from peagle.ops.memory import size_in_words, tree_bytes
+from peagle.ops.memory import format_size, tree_bytes
 from peagle.protocols import Drafter, OverDevices, Target
 
 # pages that a windowed group keeps, at most, for later requests to continue from; as a share of a full group's pages
@@ -151,9 +151,9 @@ class Sizing:
             reserved = self.pages_of(min(config.context, MOST_RESERVED) + self.num_lookahead_tokens + 1)
             num_full = max(config.slots * reserved, full)
         elif self.size(full) > config.kv_memory:
-            least = size_in_words(self.size(full), at_least=True)
+            least = format_size(self.size(full), at_least=True)
             raise InputError(
-                f"the memory for keys and values is {size_in_words(config.kv_memory)}; expected {least} or more, which "
+                f"the memory for keys and values is {format_size(config.kv_memory)}; expected {least} or more, which "
                 f"hold one request of {config.context} positions: raise --kv-memory or lower --context"
             )
         else:

@@ -29,7 +29,7 @@ from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import CostTable, StepCosts
 from peagle.ops import interrupt, native
 from peagle.ops.attention import PAGE_SIZE
-from peagle.ops.files import cache_directory, keep
+from peagle.ops.files import cache_directory
 from peagle.ops.processors import thread_times
 from peagle.ops.strict_json import dumps
 
@@ -121,7 +121,7 @@ class WarmUp:
             # on a busy machine, measure again next time
             quiet = self.steady and thread_times().waiting_frac(before) <= MOST_WAITING
             if quiet and store is not None:
-                keep(store, dumps(costs.to_json(), indent=1).encode())  # if the cache is writable
+                write_cached(store, dumps(costs.to_json(), indent=1).encode())  # if the cache is writable
         return costs
 
     def measure_costs(self, measuring: Measuring) -> CostTable:

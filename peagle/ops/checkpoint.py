@@ -1,7 +1,7 @@
 """Read and write checkpoints in the Hugging Face layout: config.json beside safetensors files.
 
-Nothing in a directory is trusted: no pickle, no code, no shard outside of it. Surplus tensors are errors, like missing
-ones. Bad files raise InputError with one line.
+A directory is not trusted: no pickle, no code, no shard outside of the directory. Missing and surplus tensors are
+errors. Bad files raise InputError.
 """
 
 import dataclasses
@@ -52,30 +52,22 @@ _DTYPES: dict[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A part of an axis: these stretches one after the other, then zeros up to `width`. Default: all of the axis."""
+    """A part of an axis: these slices, one after the other, then zeros up to `width`. By default the whole axis."""
 
-    stretches: tuple[slice, ...] = ()
+    slices: tuple[slice, ...] = ()
     width: int | None = None
 
     def indices(self, size: int) -> np.ndarray:
-        """Return the indices of the axis's `size` elements that it holds, in order."""
+        """Return the indices of the slices within an axis of `size` elements."""
         if self.width is None:
             return np.arange(size)
-        return np.concatenate([np.arange(stretch.start, stretch.stop) for stretch in self.stretches])
-
-    def take(self, values: np.ndarray, axis: int) -> np.ndarray:
-        if self.width is None:
-            return values
-        held = np.take(values, self.indices(values.shape[axis]), axis=axis)
-        missing = [(0, 0)] * values.ndim
-        missing[axis] = (0, self.width - held.shape[axis])
-        return np.pad(held, missing) if self.width > held.shape[axis] else held
+        return np.concatenate([np.arange(part.start, part.stop) for part in self.slices])
 
 
 class Checkpoint:
-    """One open directory: its config, and its tensors by name, read from the mapped files when taken.
+    """An open directory: its config, and its tensors by name, which are read from mapped files when they are taken.
 
-    A loader takes or ignores every tensor, then calls `finish`, which names any tensor left over.
+    A loader takes or ignores every tensor, then calls `finish`, which refuses tensors that are left over.
     """
 
     def __init__(
@@ -95,7 +87,7 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors' names, consumed or not."""
+        """The names of all tensors, taken or not."""
         return frozenset(self._shard_of)
 
     def has(self, name: str) -> bool:
@@ -126,18 +118,15 @@ class Checkpoint:
         return _DTYPES[stored]
 
     def watch(self, progress: Callable[[int, int], None], total_bytes: int | None = None) -> None:
-        """Call progress(bytes read from now on, all bytes) after each piece that is read.
-
-        total_bytes: all bytes; default: those of all tensors.
-        """
+        """Call progress(bytes read from now on, total_bytes) after each piece. Default: the bytes of all tensors."""
         self._progress = progress
         everything = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
         self._all_bytes = everything if total_bytes is None else total_bytes
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the checkpoint holds exactly these tensors, without reading or consuming any.
+        """Check that the checkpoint holds exactly these tensors, before a load takes minutes. Reads none.
 
-        Raises InputError naming missing, surplus and wrongly shaped tensors, before a large load spends minutes.
+        Raises InputError for tensors that are missing, surplus or of another shape.
         """
         if missing := shapes.keys() - self.names:
             raise InputError(
@@ -149,13 +138,12 @@ class Checkpoint:
         self._refuse_surplus(self.names - shapes.keys())
 
     def take(self, name: str, shape: tuple[int, ...] | None = None, cuts: Sequence[Cut] = ()) -> np.ndarray:
-        """Read a copy of the tensor, in its stored dtype, and consume it.
+        """Read the tensor, in its stored dtype, and mark it as taken.
 
-        cuts: of its first axes; nothing else is read. Only the first may have several stretches.
-        peagle.ops.memory.to_device takes the copy without copying again. Raises InputError if the tensor is missing or
-        has another shape.
+        cuts: the part to read, by its first axes. Only the first may have several slices. The array is aligned, so
+        peagle.ops.memory.to_device does not copy it. Raises InputError if the tensor is missing or has another shape.
         """
-        self._consume(name, shape)
+        self._mark_taken(name, shape)
         whole = self.shape(name)
         first, rest = (cuts[0] if cuts else Cut()), _slices(cuts[1:], whole[1:])
         tensor = aligned(_cut_shape(whole, cuts), self.dtype(name))
@@ -164,17 +152,17 @@ class Checkpoint:
             return tensor
         step = max(1, PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))
         filled = 0
-        stretches = (slice(0, whole[0]),) if first.width is None else first.stretches
-        for stretch in stretches if all(part.start != part.stop for part in rest) else ():
-            for start in range(stretch.start, stretch.stop, step):
-                piece = self._read(name, (slice(start, min(start + step, stretch.stop)), *rest))
+        slices = (slice(0, whole[0]),) if first.width is None else first.slices
+        for part in slices if all(part.start != part.stop for part in rest) else ():
+            for start in range(part.start, part.stop, step):
+                piece = self._read(name, (slice(start, min(start + step, part.stop)), *rest))
                 tensor[(slice(filled, filled + len(piece)), *map(slice, piece.shape[1:]))] = piece
                 filled += len(piece)
         return tensor
 
     def parts(self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut] = ()) -> Iterator[np.ndarray]:
         """Read tensor[0], tensor[1], ... lazily, one copy at a time; otherwise as `take`."""
-        self._consume(name, shape)
+        self._mark_taken(name, shape)
         first, rest = (cuts[0] if cuts else Cut()), _slices(cuts[1:], shape[1:])
         padded_shape = _cut_shape(shape, cuts)[1:]
         empty = any(part.start == part.stop for part in rest)
@@ -187,14 +175,14 @@ class Checkpoint:
             yield piece
 
     def ignore(self, name: str) -> None:
-        """Consume the tensor, if it exists, without reading it."""
+        """Mark the tensor as taken, if it exists, without reading it."""
         self._left.discard(name)
 
     def finish(self) -> None:
         """Raise InputError naming the tensors that were neither taken nor ignored."""
         self._refuse_surplus(self._left)
 
-    def _consume(self, name: str, shape: tuple[int, ...] | None) -> None:
+    def _mark_taken(self, name: str, shape: tuple[int, ...] | None) -> None:
         self.dtype(name)
         if shape is not None:
             self._check_shape(name, shape)
@@ -234,9 +222,9 @@ class Checkpoint:
 
 
 def _slices(cuts: Sequence[Cut], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the single stretch of each cut."""
+    """Return the single slice of each cut."""
     pairs = zip(cuts, shape, strict=False)
-    return tuple(slice(0, size) if cut.width is None else cut.stretches[0] for cut, size in pairs)
+    return tuple(slice(0, size) if cut.width is None else cut.slices[0] for cut, size in pairs)
 
 
 def _cut_shape(shape: tuple[int, ...], cuts: Sequence[Cut]) -> tuple[int, ...]:
@@ -267,7 +255,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def fingerprint(directory: Path) -> str:
-    """Hash config.json and each weights file's name, size and a few blocks: quick at any size."""
+    """Hash config.json, and of each weights file the name, the size and a few blocks."""
     digest = hashlib.sha256()
     config = directory / CONFIG
     digest.update(config.read_bytes() if config.is_file() else b"")
@@ -303,7 +291,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file. Raises OSError, instead of the library's own error, if it cannot be written."""
+    """Write a safetensors file. Raises OSError, not the library's own error, if it cannot be written."""
     try:
         save_file(dict(tensors), path, metadata=dict(metadata))
     except SafetensorError as error:
@@ -321,21 +309,21 @@ def write_checkpoint(
     shard_bytes: int | None = None,
     extra_files: Mapping[str, bytes | Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write a checkpoint to a directory, replacing an older checkpoint's files and keeping unrelated ones.
+    """Write a checkpoint to a directory. Replaces an older checkpoint's files and keeps unrelated files.
 
-    Weights go to one file or, with `shard_bytes`, to shards of at most that size (a larger tensor gets its own) and an
-    index. A generator of pairs (name, array) may make them one by one, so that only one shard is in memory.
-    `extra_files`: bytes, or objects that become JSON.
+    shard_bytes: write weights to shards of at most this size (a larger tensor gets its own) with an index; None: to one
+    file. tensors: a mapping, or a generator of (name, array), of which only one shard is in memory. extra_files: bytes,
+    or objects that become JSON.
 
     Files are written under a temporary name and renamed. An existing directory has no config.json while its files are
-    replaced, so a reader in between, or after a crash, gets an error rather than a mixture.
+    replaced, so a reader meanwhile, or after a crash, gets an error rather than a mixture.
     """
     directory = Path(directory).absolute()
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file; expected a directory to write a checkpoint to")
     with writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
-        # on the same file system: inside the directory if it exists, else beside it
+        # a rename needs the same file system: inside the directory if it exists, else beside it
         parent = directory if directory.exists() else directory.parent
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=parent))
         try:
@@ -414,7 +402,7 @@ def _write_weights(
     def flush() -> None:
         path = directory / f"shard-{len(shards)}"
         save_tensors(path, shard, {"format": "pt"})
-        path.chmod(0o666 & ~umask())  # the library lets only the owner read it
+        path.chmod(0o666 & ~umask())  # the library permits only the owner to read it
         shards.append(list(shard))
         shard.clear()
 
@@ -440,7 +428,7 @@ def _write_weights(
 
 
 def _replace_files(directory: Path, new: Path) -> None:
-    """Remove an older checkpoint's files from the directory and move `new`'s in, config.json last."""
+    """Replace an older checkpoint's files by those in `new`, config.json last."""
     (directory / CONFIG).unlink(missing_ok=True)
     for old in [*directory.glob("model*.safetensors"), directory / INDEX, directory / "generation_config.json"]:
         old.unlink(missing_ok=True)

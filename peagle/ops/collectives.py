@@ -1,6 +1,6 @@
-"""The ranks of a model that is cut over several devices: sum their partial results, concatenate their parts.
+"""Sum and gather over the ranks of a model that is sharded over several devices.
 
-For code inside one `jax.shard_map` over the ranks (peagle.parallel). A whole model has no Ranks.
+For code inside a `jax.shard_map` over the ranks (peagle.parallel). A model on one device has no Ranks.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ Reduce: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """The experts of a rank: `count` of them, numbered from `first` on."""
+class LocalExperts:
+    """The experts that a rank holds: `count` of them, from number `first` on."""
 
     first: jax.Array
     count: int
@@ -25,13 +25,13 @@ class Held:
 class Ranks:
     """The devices along one axis of a mesh, each with its part of every layer.
 
-    experts: groups of ranks that divide the experts among them; 1: every rank has a part of every expert. in_order: sum
-    in rank order, so that a row's bits do not depend on the number of rows, as they may in an all-reduce.
+    ep: groups of ranks that divide the experts among them; 1: every rank has a part of every expert. in_order: sum in
+    rank order; in an all-reduce a row's bits may depend on the number of rows.
     """
 
     axis: str
     count: int
-    experts: int = 1
+    ep: int = 1
     in_order: bool = True
 
     def reduce(self, part: jax.Array) -> jax.Array:
@@ -50,9 +50,9 @@ class Ranks:
         whole: jax.Array = jax.lax.all_gather(part, self.axis, axis=part.ndim - 1, tiled=True)
         return whole[..., :width]
 
-    def held(self, count: int) -> Held | None:
-        """Return which of `count` experts this rank holds; None if it has a part of all of them."""
-        if self.experts == 1:
+    def local_experts(self, count: int) -> LocalExperts | None:
+        """Return this rank's `count` experts; None if it has a part of every expert."""
+        if self.ep == 1:
             return None
-        group = jax.lax.axis_index(self.axis).astype(jnp.int32) // (self.count // self.experts)
-        return Held(group * count, count)
+        group = jax.lax.axis_index(self.axis).astype(jnp.int32) // (self.count // self.ep)
+        return LocalExperts(group * count, count)

@@ -8,7 +8,7 @@ class InputError(ValueError):
     """Bad input: a file, a flag, a prompt, a pair that does not fit.
 
     The message is one line: what was seen, what was expected, what to do. Commands print it and exit with 2. field: the
-    wrong field of a request, by its name in the server's API; None: no single one.
+    wrong option, or the wrong field of a request in the server's API; None: several or none.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -17,29 +17,28 @@ class InputError(ValueError):
 
 
 class InputWarning(UserWarning):
-    """Input that works, but probably not as intended: a checkpoint that can be read in two ways.
+    """Input that works, but probably not as intended: a checkpoint that can be read in two ways, say.
 
-    The message is one line: what was seen, how it was read, what to do. Commands print it on standard error, even if
-    they print little else.
+    The message is one line: what was seen, how it was read, what to do. Commands print it on standard error.
     """
 
 
 def not_installed(what: str, package: str, extra: str) -> InputError:
-    """Make the error of a missing package. what: such as "training needs". extra: of peagle, which brings it.
+    """Make the error of a missing package. what: such as "training needs". extra: the extra of peagle that has it.
 
-    peagle is on no index, so the extra is named as a checkout installs it.
+    No package index has peagle, so the message tells how to install the extra from a checkout.
     """
     return InputError(f"{what} {package}, which is not installed; in the checkout of peagle: pip install '.[{extra}]'")
 
 
 def cannot_start(error: Exception) -> str:
-    """Describe in one line that JAX has no device to run on. error: JAX's."""
+    """Describe in one line that JAX has no device. error: JAX's."""
     platform = os.environ.get("JAX_PLATFORMS")
     why = " ".join(str(error).split()) or f"there is no device of JAX_PLATFORMS={platform}"
     return f"JAX cannot start: {why}; check JAX_PLATFORMS and the installed jax"
 
 
 def is_of_backend(error: Exception) -> bool:
-    """Tell whether JAX raised this while it started a backend: an AssertionError if a named one has no device."""
+    """Whether JAX raised the error while it started a backend (an AssertionError if that has no device)."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.endswith("xla_bridge.py")

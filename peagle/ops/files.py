@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Write files whole or not at all, in caches and outputs that processes share."""
 
 import contextlib
 import errno
@@ -13,15 +13,15 @@ import platformdirs
 
 from peagle.ops.errors import InputError
 
-_TEMPORARY = ".peagle-", ".tmp"  # around a name of a few letters, because the file's own may be as long as names can be
+_TEMPORARY = ".peagle-", ".tmp"  # around a few letters, because the file's own name may have the greatest length
 # control characters, line breaks, lone surrogates (a file's name may hold bytes that are not UTF-8), noncharacters
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, then rename it to `path`, with the permissions of any new file.
+    """Write a file under a temporary name, then rename it to `path`, with the permissions of a new file.
 
-    Calls `write` with the temporary path of an empty file. If it fails, `path` stays as it was. Other processes may
+    Calls `write` with the path of an empty temporary file. If it fails, `path` stays unchanged. Several processes may
     write the same file at the same time.
     """
     descriptor, name = tempfile.mkstemp(_TEMPORARY[1], _TEMPORARY[0], path.parent)
@@ -36,13 +36,13 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text_whole(path: Path, text: str) -> None:
-    """Write a text as `write_whole` does, in UTF-8; lone surrogates become escapes, so no text fails."""
+    """Write a text as `write_whole` does, in UTF-8. Lone surrogates become escapes, so no text fails."""
     write_whole(path, lambda temporary: temporary.write_bytes(encoded(text)))
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise InputError, naming `path` instead of a temporary file, for any OSError within."""
+    """Raise an OSError of the block as an InputError that names `path` instead of a temporary file."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,7 @@ def reason_of(error: Exception) -> str:
 
 
 def expected(error: OSError) -> str:
-    """Describe the remedy for an error in writing."""
+    """Describe what an error in writing needs, for a message."""
     if error.errno == errno.ENOSPC:
         return "room for it: free some, or name a place elsewhere"
     return "a place that can be written to"
@@ -67,17 +67,17 @@ def encoded(text: str) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Escape a text's unprintable characters, as Python does, so that it fits into a line, a table or a picture."""
+    """Escape unprintable characters as Python does, so that the text fits into a line, a table or a picture."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def cache_directory(name: str) -> Path:
-    """Return `name` in this package's folder of the user's cache directory."""
+    """Return the folder `name` of this package in the user's cache directory."""
     return platformdirs.user_cache_path("peagle", appauthor=False) / name
 
 
-def keep(path: Path, content: bytes) -> bool:
-    """Write `content` to `path` in a cache that processes share; return whether it succeeded."""
+def write_cached(path: Path, content: bytes) -> bool:
+    """Write `content` to `path` in a cache; return whether it succeeded."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda temporary: temporary.write_bytes(content))
@@ -86,10 +86,10 @@ def keep(path: Path, content: bytes) -> bool:
     return True
 
 
-def trim(folder: Path, most_bytes: int) -> None:
-    """Remove the oldest files in a folder, down to `most_bytes`; keep its folders.
+def trim_folder(folder: Path, most_bytes: int) -> None:
+    """Remove the oldest files in a folder, down to `most_bytes`; keep subfolders.
 
-    Other processes may write and remove files in it at the same time.
+    Other processes may write and remove files at the same time.
     """
     files = []
     for path in folder.iterdir():
@@ -104,24 +104,23 @@ def trim(folder: Path, most_bytes: int) -> None:
 
 
 def holds_files(folder: Path) -> bool:
-    """Check whether a folder holds anything besides the temporary files of a killed `write_whole`."""
+    """Check whether a folder holds anything besides temporary files that a killed `write_whole` left."""
     prefix, suffix = _TEMPORARY
-    ours = (path.name.startswith(prefix) and path.name.endswith(suffix) for path in folder.iterdir())
-    return not all(ours)
+    return not all(path.name.startswith(prefix) and path.name.endswith(suffix) for path in folder.iterdir())
 
 
 def umask() -> int:
-    """Return the process's umask: the permissions that new files do not get."""
+    """Return the process's umask."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 @contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Keep other runs from an output, a file or a folder, by a lock file beside it.
+def locked(out: Path) -> Iterator[None]:
+    """Lock an output, a file or a folder, against other runs, by a lock file beside it.
 
-    Makes its parent folders. Raises InputError if another run writes it, or if it cannot be written.
+    Makes the parent folders. Raises InputError if another run has the lock, or if the output cannot be written.
     """
     import filelock  # a slow import, not needed for help
 
@@ -130,7 +129,7 @@ def alone(out: Path) -> Iterator[None]:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout:
-        if not Path(lock.lock_file).exists():  # some file systems refuse new files by an error that filelock retries
+        if not Path(lock.lock_file).exists():  # the file system refuses new files, by an error that filelock retries
             raise InputError(f"{out} cannot be written; expected a place that can be written to") from None
         raise InputError(f"{out} is being written by another run; wait for its end, or name another place") from None
     except OSError as error:

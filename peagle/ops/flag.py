@@ -1,4 +1,4 @@
-"""Declare the fields of a config as options of the command line. The docstring below a field is its help."""
+"""Declare the fields of a config as command-line options. The docstring below a field is its help."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ ITEMS = {int: "whole numbers", float: "numbers", str: "texts"}
 class Flag:
     """Make a field an option, or an argument if its only name has no leading dash.
 
-    group     in the help
-    names     errors name the first; none: the field's name with dashes
+    group     of the help
+    names     of the option; errors use the first; empty: the field's name with dashes
     read      converts the typed text to the value, or raises InputError
-    default   text shown for the default
-    old       a former name, which warns
-    hidden    not in the help
+    default   the default's text in the help
+    old       a former name, which works with a warning
+    hidden    leave the option out of the help
     help      for fields without a docstring below them
     """
 
@@ -41,9 +41,9 @@ class Flag:
 
 @dataclass(frozen=True)
 class Takes:
-    """Fields of a group that are options of a command (default: all), with its own helps and readers.
+    """The fields of a config that a command takes as options, with helps, metavars and readers of its own.
 
-    names: in the order of the help. olds: former names of options.
+    names: in the order of the help; empty: all but `without`. olds: former names of options.
     """
 
     names: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Takes:
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Raise InputError for a value that is not of a field's type."""
+    """Raise InputError for a value of another type than the field's."""
     if not _fits(value, kind):
         shown = list(value) if isinstance(value, tuple) else value
         raise InputError(f"{name} is {shown!r}; expected {expected_of(kind)}", name)
@@ -80,7 +80,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def expected_of(kind: Any) -> str:
-    """Describe the values of a type, without null."""
+    """Describe the values of a type other than None, for a message."""
     kinds = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(expected_of(kind) for kind in kinds if kind is not NoneType)
@@ -92,7 +92,7 @@ def expected_of(kind: Any) -> str:
 
 
 def check_least(config: Any, **least: int) -> None:
-    """Raise InputError for a number of a config below its least value; None passes."""
+    """Raise InputError for a field of a config below its least value; None passes."""
     for name, lowest in least.items():
         value = getattr(config, name)
         if value is not None and not value >= lowest:
@@ -100,7 +100,7 @@ def check_least(config: Any, **least: int) -> None:
 
 
 def layers_reader(name: str) -> Callable[[str], tuple[int, ...]]:
-    """Make the reader of comma-separated layer numbers, which raises InputError for anything else."""
+    """Make a reader of comma-separated layer numbers, which raises InputError for anything else."""
 
     def read(typed: str) -> tuple[int, ...]:
         try:

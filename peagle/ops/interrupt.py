@@ -1,12 +1,11 @@
-"""Ctrl-C as a flag that loops check, because an exception at an arbitrary point gets lost or breaks code.
+"""Turn Ctrl-C into a flag that loops check, because an exception at an arbitrary point gets lost or breaks code.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread. In code that a library calls back (JAX
-does at each garbage collection, ctypes, finalisers), the exception is printed or dropped and the run goes on. During an
-import, or with work in flight, the process crashes. So the handler sets a flag, and `check` raises at safe points: at
-every dispatch, and before anything that takes seconds.
+Python raises KeyboardInterrupt between any two instructions of the main thread. In a callback (of JAX at each garbage
+collection, of ctypes, of finalisers) the exception is printed or dropped, and the run goes on. During an import, or
+with work in flight, the process crashes. So the handler sets a flag, and `check` raises at safe points: at every
+dispatch, and before anything that takes seconds.
 
-Only the command line installs the handler (`handled`). In a user's own program the flag is never set, and signals stay
-the program's.
+Only the command line installs the handler (`handled`). In other programs the flag is never set, and signals are theirs.
 """
 
 import os
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-EXIT_CODE = 130  # a shell's code for an end by SIGINT
+EXIT_CODE = 130  # a shell's code for a process that SIGINT ended
 SHOW_CURSOR = b"\x1b[?25h"  # progress on a terminal hides the cursor
 
 _pressed = False
@@ -27,10 +26,10 @@ _answered = 0  # presses before a `forget`
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Make the first Ctrl-C set the flag, and the second one end the process.
+    """Make the first Ctrl-C set the flag, and the second end the process.
 
-    The second one acts at once, even during a compilation: a thread reads each signal as it arrives, whereas a handler
-    in Python would wait for the main thread's library call. Does nothing outside of the main thread, or if Ctrl-C is
+    The second acts at once, even during a compilation: a thread reads each signal as it arrives, whereas a handler in
+    Python waits until the main thread returns from a library. Does nothing outside of the main thread, or if Ctrl-C is
     ignored (as in a shell script's background jobs).
     """
     global _pressed, _answered
@@ -57,7 +56,7 @@ def handled() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt at once, while waiting for input from a person or another process."""
+    """Let Ctrl-C raise KeyboardInterrupt at once, for a block that waits for a person or another process."""
     global _waiting
     check()
     _waiting = True
@@ -67,18 +66,19 @@ def waiting() -> Iterator[None]:
         _waiting = False
 
 
-def asked() -> bool:
+def pressed() -> bool:
+    """Whether Ctrl-C was pressed since the last `forget`."""
     return _pressed
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if Ctrl-C was pressed, however long ago."""
+    """Raise KeyboardInterrupt if Ctrl-C was pressed since the last `forget`."""
     if _pressed:
         raise KeyboardInterrupt
 
 
 def forget() -> None:
-    """Clear the flag after the interrupted work has ended; the next Ctrl-C counts as the first again."""
+    """Clear the flag after the interrupted work has ended, so that the next Ctrl-C is again the first."""
     global _pressed, _answered
     if _pressed:
         _answered += 1  # before the flag, so that each press counts once
@@ -93,7 +93,7 @@ def _note(*_: Any) -> None:
 
 
 def _end_at_the_second(reading: int) -> None:
-    """Read signal numbers until the pipe closes; end the process at the second SIGINT after the last `forget`."""
+    """Read signal numbers until the pipe closes; end the process at the second SIGINT since the last `forget`."""
     pressed = 0
     while numbers := os.read(reading, 64):
         pressed += numbers.count(signal.SIGINT)

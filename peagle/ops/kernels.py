@@ -6,9 +6,9 @@ import jax
 
 from peagle.ops import cuda, native
 
-# An argument of every op with a choice: a name means this implementation or an InputError. None means the CUDA kernels
-# if they run here and take the operands, else XLA. The native CPU kernels run by name, or for weights that were loaded
-# for them, so that no model mixes two ways to sum.
+# An argument of every op with several implementations. A name means this implementation or an InputError. None means
+# the CUDA kernels if they run here and take the operands, else XLA. The native CPU kernels run only by name or for
+# weights that were packed for them, so that all sums of a model are computed in one way.
 Implementation: TypeAlias = Literal["native", "cuda", "xla"]
 
 
@@ -17,7 +17,7 @@ def for_weights() -> Implementation | None:
     return "native" if native.available() else None
 
 
-def in_words() -> str:
+def describe_kernels() -> str:
     """Describe in one line the kernels that run here, or why none do.
 
     Raises InputError if PEAGLE_KERNELS names kernels that do not run here.

@@ -1,7 +1,7 @@
-"""The most likely token and its probability.
+"""Find the most likely token and its probability.
 
 The native kernels compute it if they run here, for weights in any layout, because a comparison gives the same result in
-every implementation. Otherwise passes over the logits compute it that vectorise, as XLA's own argmax on CPU does not.
+every implementation. Otherwise it takes passes over the logits that XLA vectorises on CPU, unlike its argmax.
 """
 
 import math

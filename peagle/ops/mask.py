@@ -1,4 +1,4 @@
-"""Attention masks, from positions alone."""
+"""Make attention masks from positions."""
 
 from jaxtyping import Array, Bool, Int
 
@@ -8,7 +8,7 @@ def causal_mask(
 ) -> Bool[Array, "B T S"]:
     """Allow a key at position s for a query at position p: 0 <= s <= p, and s > p - window if there is a window.
 
-    A negative key position marks an empty entry. A window of 128 covers keys p-127..p.
+    A negative key position marks an empty entry.
     """
     query, key = query_positions[:, :, None], key_positions[:, None, :]
     visible = (key >= 0) & (key <= query)
@@ -16,14 +16,14 @@ def causal_mask(
 
 
 def group_causal_mask(anchor: Int[Array, "B T"], depth: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """Allow the key rows (anchor', depth') of each query row (anchor, depth) in an uncached P-EAGLE pass.
+    """Allow the key rows (anchor', depth') of each query row (anchor, depth) in a P-EAGLE pass without a cache.
 
     From arXiv 2602.01469, figure 3:
 
         depth' == 0 and anchor' <= anchor       the true context up to and including the anchor
         anchor' == anchor and depth' <= depth   the mask slots of the same anchor, up to the row itself
 
-    Two context rows, two mask slots for each; x marks what is attended to ((anchor, depth), keys across, queries down):
+    Example with two context rows and two mask slots for each. x: the query (down) attends to the key (across):
 
                  (0,0) (1,0) (0,1) (1,1) (0,2) (1,2)
           (0,0)    x     .     .     .     .     .

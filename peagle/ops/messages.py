@@ -22,14 +22,14 @@ class VerifyOutput:
 class DrafterInput:
     """The tokens committed since the drafter proposed last, each with the aux_hidden that predicts it.
 
-    Row i pairs token[p+1] with aux_hidden[p] at p = first_position + i, for i < num; later rows are leftovers. One step
-    commits up to K+1 rows. first_position follows the last row that the drafter has absorbed: no row is left out.
+    Row i pairs token[p+1] with aux_hidden[p] at p = first_position + i, for i < num; ignore later rows. One step
+    commits up to K+1 rows. first_position is the position after the last row that the drafter has absorbed.
     """
 
     token_ids: jax.Array  # [B, F] int32, F >= K+1
     aux_hidden: jax.Array  # [B, F, A]
-    num: jax.Array  # [B] int32, 1..F, or 0 in an inactive row
-    first_position: jax.Array  # [B] int32; negative: the row is inactive
+    num: jax.Array  # [B] int32, 1..F, or 0 in an inactive sequence
+    first_position: jax.Array  # [B] int32; negative: the sequence is inactive
 
 
 # (indices [B, n], NO_TOKEN where the logits are not finite; the probabilities [B, n] of these drafts, float32, or None)
@@ -40,15 +40,15 @@ Choose: TypeAlias = Callable[[jax.Array, jax.Array | None, int], Chosen]
 
 
 def likeliest_of(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:  # noqa: ARG001
-    """Choose the likeliest drafts (`Choose`), without their probabilities."""
+    """Choose the most likely drafts (`Choose`), without their probabilities."""
     return argmax(logits), None
 
 
 def likeliest_with_confidence(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:  # noqa: ARG001
-    """Choose the likeliest drafts (`Choose`), with their probabilities."""
+    """Choose the most likely drafts (`Choose`), with their probabilities."""
     index, probability = likeliest(logits)
     finite = jnp.isfinite(probability)
-    # verify a draft that is not finite, so that the error is noticed
+    # a probability of 1, so that the draft is verified and the error is noticed
     return jnp.where(finite, index, NO_TOKEN), jnp.where(finite, probability, 1.0)
 
 
@@ -56,8 +56,8 @@ def likeliest_with_confidence(logits: jax.Array, token_ids: jax.Array | None, fi
 class DraftOutput:
     """K proposed tokens, with logits over the target's vocabulary if the drafter is set to return them.
 
-    confidence: the drafter's probability of each draft, 0 to 1; None: not requested. Tokens that the drafter cannot
-    propose have logits of -inf or a very large negative number.
+    confidence: the drafter's probability of each draft; None: not requested. Tokens that the drafter cannot propose
+    have logits of -inf or a very large negative number.
     """
 
     token_ids: jax.Array  # [B, K] int32

@@ -30,7 +30,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def dequantize_on_device(
     blocks: UInt8[Array, "*rows n 16"], scales: UInt8[Array, "*rows n"], dtype: DTypeLike
 ) -> Float[Array, "*rows columns"]:
-    """Dequantise inside a graph, to `dtype`. XLA on CPU flushes denormals, and scale 0 (2^-127) is one."""
+    """Dequantise in a jitted function, to `dtype`. XLA on CPU flushes denormals, such as scale 0 (2^-127)."""
     codes = jnp.asarray(CODES, dtype)
     low, high = codes[(blocks & 15).astype(jnp.int32)], codes[(blocks >> 4).astype(jnp.int32)]
     values = jnp.stack([low, high], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
@@ -42,7 +42,7 @@ def products_on_device(
 ) -> Float[Array, "P O"]:
     """Compute matrix[p] @ x[p] of P matrices in float32.
 
-    Written as one sum over products, so that a compiler that fuses (XLA on GPU) reads only four-bit codes from memory.
+    It is one sum over products, so that a compiler that fuses (XLA on GPU) reads only four-bit codes from memory.
     """
     pairs = x.astype(jnp.float32).reshape(x.shape[0], 1, -1, BLOCK // 2, 2)
     products = _values(blocks & 15) * pairs[..., 0] + _values(blocks >> 4) * pairs[..., 1]
@@ -55,7 +55,7 @@ def _powers(scales: UInt8[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """Decode four-bit codes by arithmetic, because a look-up would be a separate gather within a fused sum."""
+    """Decode four-bit codes by arithmetic, because a table look-up would not be fused into a sum."""
     codes = codes.astype(jnp.int32)
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))  # twice the magnitude

@@ -17,8 +17,8 @@ class Norm(NamedTuple):
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
     """Scale x to unit mean square over its last axis, then multiply by the weight.
 
-    All in float32, the multiplication by the weight included; the cast to x's dtype comes last (openai/gpt-oss; a cast
-    before the multiplication changes bf16 results).
+    All in float32, also the multiplication by the weight; the cast to x's dtype comes last (openai/gpt-oss; an earlier
+    cast changes bfloat16 results).
     """
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

@@ -1,4 +1,4 @@
-"""How long this process's threads ran, and how long they waited for a processor."""
+"""Measure how long this process's threads ran, and how long they waited for a processor."""
 
 import contextlib
 from pathlib import Path
@@ -8,13 +8,13 @@ TASKS = Path("/proc/self/task")
 
 
 class ThreadTimes(NamedTuple):
-    """Seconds of all live threads together. waited_s: ready to run, while others had the processors."""
+    """Seconds, summed over live threads. waited_s: ready to run, but without a processor."""
 
     ran_s: float
     waited_s: float
 
     def waiting_frac(self, before: "ThreadTimes") -> float:
-        """Return the share of waiting since `before`; 0 if no thread wanted to run."""
+        """Return the share of waiting since `before`; 0 if no thread was ready to run."""
         ran_s, waited_s = self.ran_s - before.ran_s, self.waited_s - before.waited_s
         return waited_s / (ran_s + waited_s) if waited_s > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""Describe in words how two records of runs differ."""
+"""Describe how the records of two runs differ."""
 
 import itertools
 import re
@@ -20,21 +20,21 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys of `flat` records whose values differ, or that only one of them has, in order."""
+    """Return the keys of `flat` records whose values differ, or that only one record has, in order."""
     return [key for key in {**now, **then} if then.get(key) != now.get(key)]
 
 
-def difference_in_words(then: Mapping[str, Any], now: Mapping[str, Any], name: Callable[[str], str]) -> str:
+def describe_difference(then: Mapping[str, Any], now: Mapping[str, Any], name: Callable[[str], str]) -> str:
     """Describe the difference of two `flat` records: "--seed 0 (now 7), --width 512 (now 256)".
 
-    name: translates a key for people; keys of one name are named once.
+    name: the displayed name of a key. Keys with the same name are shown once.
     """
     named = {name(key): _change(then.get(key), now.get(key)) for key in differing(then, now)}
     return ", ".join(f"{name}{values}" for name, values in named.items())
 
 
 def _change(then: Any, now: Any) -> str:
-    """Describe a value's change, after its name; for files with digests, name only the files that differ."""
+    """Describe the change of a value. Of files with digests, show only the names."""
     texts = [list(_texts(record)) for record in (then, now)]
     if not any(map(_DIGEST.fullmatch, itertools.chain(*texts))):
         return f" {_SHORT.repr(then)} (now {_SHORT.repr(now)})"

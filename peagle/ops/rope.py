@@ -18,7 +18,7 @@ from peagle.ops.kernels import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071) as in GPT-OSS; `truncate` rounds the ramp's bounds outwards."""
+    """YaRN (arXiv 2309.00071) as in GPT-OSS. truncate: round the ramp's bounds outwards."""
 
     factor: float
     original_length: int
@@ -30,7 +30,7 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1's scaling: stretch long wavelengths by factor, keep short ones, with a ramp between."""
+    """Llama 3.1's scaling: stretch long wavelengths by `factor`, keep short ones, with a ramp between."""
 
     factor: float
     original_length: int
@@ -40,7 +40,7 @@ class Llama3:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """The settings of RoPE: width of a head, base, scaling (None: plain)."""
+    """The settings of RoPE. theta: the base. scaling None: plain RoPE."""
 
     head_dim: int
     theta: float
@@ -59,39 +59,39 @@ _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -> RopeConfig:
     """Read the RoPE settings of a config.json.
 
-    Accepts both spellings: `rope_parameters` (transformers 5, theta inside), whole or by layer type, and `rope_theta`
-    beside `rope_scaling`. Raises InputError if two places disagree, if layer types rotate differently, and for a
+    Accepts `rope_parameters` (transformers 5, which has theta inside), for all layers or by layer type, and
+    `rope_theta` beside `rope_scaling`. Raises InputError if two places disagree, if layer types differ, and for a
     scaling other than default, yarn or llama3, or with a missing or unknown key.
     """
-    stated = stated_rope(config)
-    kind = stated.get("rope_type", "default")
+    rope = rope_settings(config)
+    kind = rope.get("rope_type", "default")
     if kind not in _KINDS:
         raise InputError(f"rope scaling {kind!r} is not supported; expected default, yarn or llama3")
     needed, optional = _KINDS[kind]
-    if stated.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("partial_rotary_factor is not supported: heads are rotated whole")
-    if {"mscale", "mscale_all_dim"} & stated.keys():
+    if {"mscale", "mscale_all_dim"} & rope.keys():
         raise InputError("rope scaling with mscale or mscale_all_dim is not supported; give attention_factor instead")
-    if unknown := sorted(stated.keys() - _COMMON - {*needed, *optional}):
+    if unknown := sorted(rope.keys() - _COMMON - {*needed, *optional}):
         raise InputError(
             f"rope scaling {kind!r} has {', '.join(unknown)}, which it does not use; expected "
             f"{', '.join([*needed, *optional]) or 'another rope_type, or no such key'}"
         )
-    theta = _number("rope_theta", stated["rope_theta"], above=1.0) if "rope_theta" in stated else default_theta
+    theta = _number("rope_theta", rope["rope_theta"], above=1.0) if "rope_theta" in rope else default_theta
     if kind == "default":
         return RopeConfig(head_dim, theta)
-    # other keys count only if the scaling itself does not name the length
+    # other keys are read only if the scaling itself does not have the length
     elsewhere = (config.get(key) for key in ("initial_context_length", "max_position_embeddings"))
-    original = next((value for value in (stated.get("original_max_position_embeddings"), *elsewhere) if value), None)
+    original = next((value for value in (rope.get("original_max_position_embeddings"), *elsewhere) if value), None)
     if original is None:
         raise InputError(f"rope scaling {kind!r} lacks original_max_position_embeddings")
-    if missing := [key for key in needed if key not in stated]:
+    if missing := [key for key in needed if key not in rope]:
         raise InputError(f"rope scaling {kind!r} lacks {missing[0]!r}")
-    numbers = {key: _number(key, stated[key]) for key in (*needed, *optional) if key in stated and key != "truncate"}
+    numbers = {key: _number(key, rope[key]) for key in (*needed, *optional) if key in rope and key != "truncate"}
     length = int(_number("original_max_position_embeddings", original))
     if kind == "yarn":
         concentration = numbers.pop("attention_factor", None)
-        truncate = bool(stated.get("truncate", True))
+        truncate = bool(rope.get("truncate", True))
         return RopeConfig(
             head_dim, theta, Yarn(original_length=length, truncate=truncate, concentration=concentration, **numbers)
         )
@@ -105,7 +105,7 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
 
 
 def render_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Render the settings as `rope_theta` beside `rope_scaling`, which parse_rope and older readers take."""
+    """Render the settings as `rope_theta` beside `rope_scaling`, which parse_rope and older readers read."""
     if rope.scaling is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling = {key: value for key, value in dataclasses.asdict(rope.scaling).items() if value is not None}
@@ -116,37 +116,37 @@ def render_rope(rope: RopeConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": kind, **scaling}}
 
 
-def stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather all RoPE settings of a config.json, by the names of `rope_parameters`; null counts as absent.
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather all RoPE settings of a config.json, under the keys of `rope_parameters`; null counts as absent.
 
-    Raises InputError if two places give different values under one name, and for an unknown name.
+    Raises InputError if two places give different values for one key, and for an unknown key.
     """
     known = ("rope_theta", "rope_parameters", "rope_scaling")
     if unknown := [key for key in config if key.startswith("rope_") and key not in known and config[key]]:
         raise InputError(f"{unknown[0]} is {config[unknown[0]]!r}, which is not supported; expected {', '.join(known)}")
-    stated: dict[str, Any] = {}
-    said_by: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    source: dict[str, str] = {}
     for place, own in _places(config):
         for key, value in own.items():
-            if stated.setdefault(key, value) != value:
+            if settings.setdefault(key, value) != value:
                 raise InputError(
-                    f"{key} is {stated[key]!r} in {said_by[key]} and {value!r} in {place}; expected them equal: take "
+                    f"{key} is {settings[key]!r} in {source[key]} and {value!r} in {place}; expected them equal: take "
                     "out the one that the model was not trained with"
                 )
-            said_by.setdefault(key, place)
-    return stated
+            source.setdefault(key, place)
+    return settings
 
 
 def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name, settings) of each place in a config.json with RoPE settings."""
     top = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
-    yield "config.json itself", _said({key: config.get(key) for key in top})
+    yield "config.json itself", _without_nulls({key: config.get(key) for key in top})
     for name in ("rope_parameters", "rope_scaling"):
         value = config.get(name) or {}
         if not isinstance(value, Mapping):
             raise InputError(f"{name} is {value!r}; expected an object")
-        by_layer_type = {key: _said(own) for key, own in value.items() if isinstance(own, Mapping)}
-        yield name, _said({key: own for key, own in value.items() if key not in by_layer_type})
+        by_layer_type = {key: _without_nulls(own) for key, own in value.items() if isinstance(own, Mapping)}
+        yield name, _without_nulls({key: own for key, own in value.items() if key not in by_layer_type})
         first = next(iter(by_layer_type), "")
         for layer_type, own in by_layer_type.items():
             if own != by_layer_type[first]:
@@ -157,7 +157,7 @@ def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{name}.{layer_type}", own
 
 
-def _said(part: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type" if key == "type" else key: value for key, value in part.items() if value is not None}
 
 
@@ -219,11 +219,11 @@ def rope_tables(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-    """Compute (cos, sin) [B, T, head_dim/2] at the given positions.
+    """Compute (cos, sin) [B, T, head_dim/2] at positions.
 
     Angles are float32; cosines and sines are multiplied by the concentration, then cast to the activation dtype, before
-    they rotate anything (openai/gpt-oss). The native implementation exists because XLA on CPU calls the C library for
-    each cosine, which took a fifth of a small model's prefill. Raises InputError for "cuda", which has none.
+    they rotate anything (openai/gpt-oss). There is a native kernel because XLA on CPU calls the C library for each
+    cosine, which took a fifth of a small model's prefill. Raises InputError for "cuda", which has no kernel.
     """
     frequencies, concentration = rope_frequencies(config)
     if implementation == "cuda":

@@ -1,4 +1,4 @@
-"""Blocked prefill: the number of blocks of rows that a whole prompt is cut into. No JAX."""
+"""Blocked prefill: into how many blocks of rows a whole prompt is cut. No JAX."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ QUERY_ROWS, EXPERT_ROWS = 128, 2048  # most rows of a block by default
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """How many rows of a whole prompt go through a layer at a time: queries of attention, rows of experts."""
+    """How many rows of a whole prompt attention and experts compute at a time."""
 
     query_rows: int
     expert_rows: int
@@ -19,7 +19,7 @@ class RowBlocks:
 
 @dataclass(frozen=True)
 class BlockedPrefill:
-    """Prefill a prompt at once. query_blocks, ffn_blocks: numbers of blocks of rows, for attention and experts.
+    """Prefill a whole prompt in one pass. query_blocks, ffn_blocks: how many blocks attention and experts cut it into.
 
     None: blocks of QUERY_ROWS and of at most EXPERT_ROWS.
     """
@@ -44,10 +44,10 @@ class BlockedPrefill:
 
     @property
     def step(self) -> int:
-        """A context length whose multiples all numbers of blocks divide."""
+        """The least context length that all numbers of blocks divide."""
         return math.lcm(PADDED_TO, self.query_blocks or 1, self.ffn_blocks or 1)
 
 
 def padded_length(capacity: int) -> int:
-    """Return the rows of a prompt that is prefilled at once."""
+    """Return the rows of a pass over a whole prompt: the context, padded."""
     return -(-capacity // PADDED_TO) * PADDED_TO

@@ -1,6 +1,6 @@
-"""Read the settings of a checkpoint's JSON files, and check each one.
+"""Read and check the settings of a checkpoint's JSON files.
 
-Errors name the setting, what was seen and what was expected; `naming` puts the file's name in front.
+Errors name the setting, its value and what was expected; `naming` puts the file's name in front.
 """
 
 import contextlib
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from peagle.ops.errors import InputError
 
-LARGEST = 2**31 - 1  # for whole numbers: sizes and ids are int32 on the device
+LARGEST = 2**31 - 1  # whole number: sizes and ids are int32 on the device
 
 
 class Key(NamedTuple):
-    """One of our fields in a config.json: the key there, its reader (`whole`, ...), its default, older keys."""
+    """A field of our config and its key in a config.json. read: `whole` or another reader; other_names: older keys."""
 
     field: str
     name: str
@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
 
 def read_keys(keys: Iterable[Key], config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Read our fields from a config.json. defaults: replace the table's. Raises InputError as the readers do."""
+    """Read our fields from a config.json. defaults: instead of the table's. Raises InputError as the readers do."""
     values = {}
     for key in keys:
         name = next((name for name in (key.name, *key.other_names) if name in config), key.name)
@@ -34,12 +34,12 @@ def read_keys(keys: Iterable[Key], config: Mapping[str, Any], **defaults: Any) -
 
 
 def render_keys(keys: Iterable[Key], config: object) -> dict[str, Any]:
-    """Render the fields that `read_keys` reads, from the attributes of a config of ours."""
+    """Render the keys that `read_keys` reads, from the fields of our config."""
     return {key.name: getattr(config, key.field) for key in keys}
 
 
 def refuse_others(config: Mapping[str, Any], supported: Iterable[tuple[str, Any, str]]) -> None:
-    """Raise InputError for a value other than the supported one. supported: (key, value, its meaning)."""
+    """Raise InputError for a value that is not supported. supported: (key, value, its meaning) each."""
     for key, value, meaning in supported:
         if config.get(key, value) != value:
             raise InputError(f"{key} is {brief(config[key])}, which is not supported; expected {meaning}")
@@ -47,7 +47,7 @@ def refuse_others(config: Mapping[str, Any], supported: Iterable[tuple[str, Any,
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's name in front of the InputErrors about its settings."""
+    """Put the file's name in front of the InputErrors of the block."""
     try:
         yield
     except InputError as error:
@@ -88,7 +88,7 @@ def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def brief(value: object) -> str:
-    """Show a value in a message."""
+    """Shorten a value for a message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Read sizes in bytes as people write them."""
 
 import re
 from typing import Literal, TypeAlias
@@ -10,10 +10,7 @@ SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE | re
 
 
 def parse_size(typed: str, option: str) -> int:
-    """Read bytes from a number with a unit. Raises InputError for anything else.
-
-    Example: 2GB is 2e9, 1.5GiB is 1.5 * 2**30, 0 is 0.
-    """
+    """Read bytes from a number with a unit: 2GB is 2e9, 1.5GiB is 1.5 * 2**30. Raises InputError for anything else."""
     match = SIZE.fullmatch(typed.strip())
     if match is None:
         raise InputError(f"{option} is {typed!r}; expected a size, as 512MB or 2GB, or 0")

@@ -1,4 +1,4 @@
-"""Strict JSON: no NaN and no infinity, which Python's own writer lets through, and no line ends other than \\n."""
+"""Write strict JSON: without NaN and infinity, which Python writes, and without line ends other than \\n."""
 
 import json
 import math
@@ -11,21 +11,21 @@ LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 @dataclass(frozen=True)
 class Written:
-    """A value that is JSON text already, so that large values can be written piece by piece (`dumps`)."""
+    """A value that is JSON text already. So large values can be written piece by piece (`dumps`)."""
 
     text: str
 
     @classmethod
     def array(cls, items: Iterable[str]) -> "Written":
-        """Join the JSON texts of items to that of an array."""
+        """Make an array of the JSON texts of its items."""
         return cls(f"[{', '.join(items)}]")
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """Write the value as JSON text; a number that is not finite becomes null. `options` are those of json.dumps.
+    """Write the value as JSON text; a number that is not finite becomes null. options: those of json.dumps.
 
-    Characters that readers of lines (str.splitlines) take for a line end are escaped. Objects with a `Written` inside
-    must have string keys.
+    Characters that str.splitlines treats as line ends are escaped. Objects with a `Written` inside must have string
+    keys.
     """
     try:
         text = json.dumps(value, allow_nan=False, **options)

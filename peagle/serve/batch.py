@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import pydantic_core
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone, reason_of, write_whole
+from peagle.ops.files import locked, reason_of, write_whole
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.app import ENDPOINTS
@@ -211,7 +211,7 @@ class BatchFile:
             return should_stop() or self.service.loop.failure is not None
 
         self.counts.total = count_lines(self.source)
-        with alone(self.out):
+        with locked(self.out):
             known = read_answers(self.out)
             check_same(self.source, self.out, known)
             if others := {*known.models.values()} - {self.service.model}:

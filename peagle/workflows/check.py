@@ -13,8 +13,7 @@ from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.config import SamplingParams
 from peagle.loading import load, with_drafter
 from peagle.ops import cuda, native
-from peagle.ops.kernels import for_weights
-from peagle.ops.kernels import in_words as kernels_in_words
+from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompt_files import read_prompt_file
@@ -53,7 +52,7 @@ def check() -> Iterator[Finding]:
 
 def check_kernels() -> Finding:
     """Name the implementation that runs. XLA is a failure unless a setting chose it."""
-    return Finding("kernels", _kernels_run() or native.wants_xla(), kernels_in_words())
+    return Finding("kernels", _kernels_run() or native.wants_xla(), describe_kernels())
 
 
 def check_logits(size: str) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.dialects import DRAFTS_ELSEWHERE, PACKAGE, VLLM, Dialect, refused_by
+from drafter.dialects import DEFAULT_DRAFTS, PACKAGE, VLLM, Dialect, refused_by
 from drafter.load import load_drafter, save_drafter, shared_tensors, sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, LOG, read_log
@@ -25,7 +25,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
 from peagle.ops.strict_json import dumps
 from target.config import TargetConfig
-from target.load import inspect_target, load_ends
+from target.load import inspect_target, load_embedding_and_head
 
 CARD = """\
 # {kind} drafter for {target}
@@ -136,7 +136,9 @@ def _load(
             f"{source} does not store {' and '.join(shared)}: it shares its target's; give --verifier DIR, the "
             "target's folder, to take them from"
         )
-    embedding, lm_head = load_ends(target_directory) if shared and target_directory is not None else (None, None)
+    embedding, lm_head = (
+        load_embedding_and_head(target_directory) if shared and target_directory is not None else (None, None)
+    )
     return load_drafter(source, target_embedding=embedding, target_lm_head=lm_head, aux_layer_ids=aux_layer_ids)
 
 
@@ -195,7 +197,7 @@ def _slots(config: DrafterConfig) -> str:
 
 def coverage_in_data(measured: Coverage | None) -> str:
     """Continue a line about a draft vocabulary with its coverage, if that was measured."""
-    return "" if measured is None else f"; in its training data {measured.in_words()}"
+    return "" if measured is None else f"; in its training data {measured.describe()}"
 
 
 def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: TargetConfig | None) -> str:
@@ -215,7 +217,7 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
         lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
     elif dialect == "vllm":
         kind = "peagle" if config.parallel else "eagle3"
-        served = {"method": "eagle3", "model": ".", "num_speculative_tokens": DRAFTS_ELSEWHERE[kind]}
+        served = {"method": "eagle3", "model": ".", "num_speculative_tokens": DEFAULT_DRAFTS[kind]}
         if config.parallel:
             served["parallel_drafting"] = True
         lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")

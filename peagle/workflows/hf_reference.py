@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from peagle.ops.memory import available_memory_bytes, size_in_words
+from peagle.ops.memory import available_memory_bytes, format_size
 from target.load import inspect_target
 
 # by our dtype, the largest difference from the float32 reference that counts as equal, in standard deviations of a
@@ -62,7 +62,7 @@ def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, d
         return Layers(None, "transformers' model needs torch, which is not installed; pip install torch")
     needed = 4 * inspect_target(directory).num_parameters
     if needed > available_memory_bytes():
-        return Layers(None, f"transformers' model takes {size_in_words(needed)} in float32, more than is available")
+        return Layers(None, f"transformers' model takes {format_size(needed)} in float32, more than is available")
     import torch
     import transformers
     from transformers.utils import logging

@@ -14,13 +14,13 @@ from jax.typing import DTypeLike
 from peagle.config import GPU_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.attention import CacheGroup, Pages, init_pool
+from peagle.ops.attention import CacheGroup, Pages, init_pools
 from peagle.ops.errors import InputError
 from peagle.parallel import MeshShape
 from target.config import TargetConfig
-from target.dialects import tensor_leaves
+from target.dialects import tensor_kinds
 from target.model import cache_groups
-from target.shard import Leaf, Part, Place
+from target.shard import ModelShard, Rank, TensorKind
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 KINDS = {  # the displayed kind of a leaf
@@ -70,21 +70,21 @@ class RankBytes:
 
 def rank_bytes(config: TargetConfig, mxfp4: bool, shape: MeshShape) -> list[RankBytes]:
     """Count the weights of each rank. Raises InputError for a mesh that does not divide the model."""
-    leaves = Counter(tensor_leaves(config, mxfp4).values())  # counted, since most layers have equal ones
-    return [_of_rank(Part(config, Place(rank, shape.tp, shape.ep), mxfp4), leaves) for rank in range(shape.ranks)]
+    tensors = Counter(tensor_kinds(config, mxfp4).values())  # counted, since most layers have equal ones
+    return [_of_rank(ModelShard(config, Rank(rank, shape.tp, shape.ep), mxfp4), tensors) for rank in range(shape.ranks)]
 
 
-def _of_rank(part: Part, leaves: Mapping[tuple[Leaf, tuple[int, ...]], int]) -> RankBytes:
+def _of_rank(part: ModelShard, tensors: Mapping[tuple[TensorKind, tuple[int, ...]], int]) -> RankBytes:
     kinds, padding, replicated = dict.fromkeys(KINDS.values(), 0), 0, 0
-    shared_heads = part.place.ranks > part.whole.num_kv_heads
-    for (leaf, shape), count in leaves.items():
-        itemsize = 1 if leaf.name.endswith("MXFP4") else BFLOAT16.itemsize
-        size = int(np.prod(part.shape(leaf, shape))) * itemsize * count
-        kinds[KINDS[leaf.name]] += size
-        if leaf.replicated or (shared_heads and leaf.name == "keys and values"):
+    shared_heads = part.rank.count > part.whole.num_kv_heads
+    for (kind, shape), count in tensors.items():
+        itemsize = 1 if kind.name.endswith("MXFP4") else BFLOAT16.itemsize
+        size = int(np.prod(part.shape(kind, shape))) * itemsize * count
+        kinds[KINDS[kind.name]] += size
+        if kind.replicated or (shared_heads and kind.name == "keys and values"):
             replicated += size
         else:
-            padding += size - part.read_size(leaf, shape) * itemsize * count
+            padding += size - part.read_size(kind, shape) * itemsize * count
     return RankBytes(kinds, padding, replicated)
 
 
@@ -93,7 +93,7 @@ def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positio
 
     It reserves up to MOST_RESERVED positions of each slot, and all positions for one request.
     """
-    part = Part(config, Place(0, shape.tp, shape.ep), False)
+    part = ModelShard(config, Rank(0, shape.tp, shape.ep), False)
     engine = ResolvedConfig(num_drafts, slots, positions, GPU_CHUNK)
     sizing = Sizing(*target_pages(part.config, BFLOAT16), engine)
     return sum(count * size for count, size in zip(sizing.num_pages, sizing.page_bytes, strict=True))
@@ -106,7 +106,7 @@ def target_pages(
     groups = cache_groups(config, retain_full_kv)
 
     def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
-        return init_pool(groups, num_pages, config.num_kv_heads, config.head_dim, dtype)
+        return init_pools(groups, num_pages, config.num_kv_heads, config.head_dim, dtype)
 
     return groups, page_bytes(groups, init_pages)
 

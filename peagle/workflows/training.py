@@ -24,7 +24,7 @@ from peagle.measure.provenance import provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import holds_files, write_text_whole
-from peagle.ops.records import difference_in_words, flat
+from peagle.ops.records import describe_difference, flat
 from peagle.ops.strict_json import dumps
 from peagle.workflows.training_data import shares
 
@@ -113,7 +113,7 @@ def record_recipe(
         {key: value for key, value in flat(values).items() if key in stated and key not in MAY_DIFFER}
         for values in (with_held_out(begun), record)
     )
-    if difference := difference_in_words(then, now, _option):
+    if difference := describe_difference(then, now, _option):
         raise InputError(f"{out} was begun with {difference}; expected the same: take another --out")
     steps = begun["recipe"]["steps"]
     if recipe.steps < steps:

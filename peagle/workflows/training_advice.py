@@ -31,7 +31,7 @@ def recipe_in_words(recipe: Recipe, typed: Collection[str], *, init: bool) -> st
         why = f"for a short training, of fewer than {SHORT_STEPS:,} steps"
     else:
         why = f"the paper's, for {SHORT_STEPS:,} steps and more"
-    return f"{update.in_words()}: {why}"
+    return f"{update.describe()}: {why}"
 
 
 def epochs_in_words(epochs: Sequence[float]) -> str:
@@ -95,4 +95,4 @@ def coverage_in_words(documents: Sequence[Document], token_ids: np.ndarray, meas
     """Describe a draft vocabulary. Example: 512 tokens, 12 of which no answer holds: ..."""
     absent = int(np.sum(~np.isin(token_ids, np.concatenate(list(answer_tokens(documents))))))
     lacking = f", {absent:,} of which no answer holds" if absent else ""
-    return f"{len(token_ids):,} tokens{lacking}: {measured.in_words()}"
+    return f"{len(token_ids):,} tokens{lacking}: {measured.describe()}"

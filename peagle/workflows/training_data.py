@@ -9,7 +9,7 @@ import numpy as np
 
 from drafter.config import DrafterConfig
 from drafter.train.batches import Source, pack
-from drafter.train.cod import Segments
+from drafter.train.cod import Partition
 from drafter.train.config import DrafterShape
 from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
 from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
@@ -126,18 +126,18 @@ def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
     return parts
 
 
-def anchors(sources: Sequence[Source], segments: Segments) -> tuple[int, int]:
+def anchors(sources: Sequence[Source], partition: Partition) -> tuple[int, int]:
     """Choose how many anchors of chains have room: (in a row, in a part of it).
 
     Most rows have no more trained tokens; those of fuller rows are sampled.
     """
-    ends = np.asarray(segments.ends)
+    ends = np.asarray(partition.ends)
     in_row, in_part = [], []
     for row in (row for source in sources for row in source.rows):
         trained = np.flatnonzero(np.concatenate([document.trained for document in row.documents]))
         in_row.append(len(trained))
         in_part.append(np.bincount(np.searchsorted(ends, trained, side="right"), minlength=len(ends)).max())
-    room = min(segments.width, max(2, int(np.quantile(in_row, ROOM_QUANTILE))))
+    room = min(partition.width, max(2, int(np.quantile(in_row, ROOM_QUANTILE))))
     return room, min(room, int(np.quantile(in_part, ROOM_QUANTILE)) + EDGE)
 
 

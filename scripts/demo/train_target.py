@@ -87,7 +87,7 @@ CONFIG = {
 
 def log_likelihoods(params: TargetParams, config: TargetConfig, batch: Batch) -> jax.Array:
     """Compute the log-probability [B, T - 1] of each row's tokens 1, 2, ... given those before."""
-    attend = attend_packed(config, batch.segment_ids)
+    attend = attend_packed(params, config, batch.segment_ids)
     logits = model.forward(params, config, batch.token_ids, batch.positions, attend=attend)[0][:, :-1]
     chosen = jnp.take_along_axis(logits, batch.token_ids[:, 1:, None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)

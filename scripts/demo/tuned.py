@@ -3,7 +3,7 @@
 import os
 import sys
 
-from peagle.ops import jax_cure
+from peagle.ops import jax_workaround
 
 BATCH_ROWS = 8  # of a training step
 
@@ -31,7 +31,9 @@ TUNED = {
 
 def tuned_environment() -> dict[str, str]:
     """Make the environment of a training: this process' own, completed by TUNED."""
-    own = {name: value for name, value in os.environ.items() if (name, value.strip()) != ("XLA_FLAGS", jax_cure.FLAG)}
+    own = {
+        name: value for name, value in os.environ.items() if (name, value.strip()) != ("XLA_FLAGS", jax_workaround.FLAG)
+    }
     return {**TUNED, **own}
 
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafter import model
-from drafter.propose import PEagle
+from drafter.propose import PEagle, lay_out_rows
 from peagle.ops.attention import MASKED
 from tests.support.drafters import (
     EAGLE,
@@ -27,7 +26,7 @@ from tests.support.drafters import (
 from tests.support.paging import entries, small_pages
 
 K = 3
-lay_out = jax.jit(model.lay_out_rows, static_argnums=(3, 4))
+lay_out = jax.jit(lay_out_rows, static_argnums=(3, 4))
 
 
 def step(peagle: PEagle, state, texts, firsts, nums):

@@ -131,4 +131,4 @@ def test_what_a_draft_vocabulary_covers_bounds_the_acceptance(
 ) -> None:
     measured = coverage([np.array(text) for text in texts], (4, 5), num_drafts)
     assert measured == Coverage(frac, limit, num_drafts)
-    assert measured.in_words() == f"{frac:.1%} of the tokens, so at most {limit:.2f} a step at K = {num_drafts}"
+    assert measured.describe() == f"{frac:.1%} of the tokens, so at most {limit:.2f} a step at K = {num_drafts}"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from peagle.ops import cuda
-from peagle.ops.collectives import Held
+from peagle.ops.collectives import LocalExperts
 from peagle.ops.expert_matmul import (
     ExpandedExperts,
     Experts,
@@ -214,11 +214,20 @@ def test_it_is_the_definition(form: Form, rows: int, sizes: Sizes) -> None:
     assert np.abs(clamped - free).max() > 0.05
 
 
+def routed_to(form: reference.Form) -> Callable[..., jax.Array]:
+    def compute(
+        x: jax.Array, logits: jax.Array, experts: Experts, top_k: int, limit: float, local: LocalExperts | None = None
+    ) -> jax.Array:
+        return form(x, route_top_k(logits, top_k, local), experts, limit)
+
+    return compute
+
+
 OF_REFERENCE: dict[str, Callable[..., jax.Array]] = {
-    "all pairs": reference.all_pairs,
-    "each expert once": reference.each_expert_once,
-    "grouped": reference.grouped,
-    "in blocks": reference.in_blocks,
+    "all pairs": routed_to(reference.all_pairs),
+    "all experts in turn": routed_to(reference.all_experts_in_turn),
+    "grouped": routed_to(reference.grouped),
+    "in blocks": routed_to(reference.in_blocks),
 }
 
 
@@ -253,8 +262,7 @@ def test_parts_of_the_experts_sum_to_the_whole(
 
     @jax.jit
     def part(x: jax.Array, logits: jax.Array, experts: Experts, first: jax.Array) -> jax.Array:
-        held = Held(first, experts.num_experts)
-        return compute(x, logits, experts, SIZES.top_k, LIMIT, held=held, dtype=jnp.float32)
+        return compute(x, logits, experts, SIZES.top_k, LIMIT, local=LocalExperts(first, experts.num_experts))
 
     cuts = itertools.pairwise((0, 1, 4, SIZES.experts))
     parts = [part(x, logits, layout(weights.of(slice(first, end))), jnp.int32(first)) for first, end in cuts]

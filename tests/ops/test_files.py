@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone
+from peagle.ops.files import locked
 
 
 def test_a_second_run_is_refused_and_nothing_of_the_first_stays(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "one"
-    with alone(out):
-        with pytest.raises(InputError, match="one is being written by another run"), alone(out):
+    with locked(out):
+        with pytest.raises(InputError, match="one is being written by another run"), locked(out):
             raise AssertionError("two write it")
-        with alone(tmp_path / "runs" / "two"):
+        with locked(tmp_path / "runs" / "two"):
             pass
-    with alone(out):
+    with locked(out):
         pass
     assert list(tmp_path.rglob("*")) == [out.parent]
 
 
 def test_a_place_that_cannot_be_written_is_named_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written: "), alone(tmp_path / "file" / "out"):
+    with pytest.raises(InputError, match="cannot be written: "), locked(tmp_path / "file" / "out"):
         raise AssertionError("it can")

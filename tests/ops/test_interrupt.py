@@ -17,12 +17,12 @@ def test_the_first_is_raised_by_check_alone() -> None:
     with interrupt.handled():
         interrupt.check()
         press()
-        assert interrupt.asked()
+        assert interrupt.pressed()
         for _ in range(2):  # catching it does not clear the flag
             with pytest.raises(KeyboardInterrupt):
                 interrupt.check()
     interrupt.check()
-    assert not interrupt.asked()
+    assert not interrupt.pressed()
 
 
 @pytest.mark.parametrize("ends", [lambda: None, interrupt.check], ids=["in peace", "by a check"])
@@ -55,7 +55,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     try:
         with interrupt.handled():
             press()
-            assert not interrupt.asked()
+            assert not interrupt.pressed()
     finally:
         signal.signal(signal.SIGINT, before)
 

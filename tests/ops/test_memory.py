@@ -14,7 +14,7 @@ from peagle.ops.memory import (
     aligned_copy,
     as_aligned,
     available_memory_bytes,
-    size_in_words,
+    format_size,
     stack,
     to_device,
     tree_bytes,
@@ -132,10 +132,10 @@ def test_the_share_of_mappings_grows_with_them() -> None:
     ],
 )
 def test_a_size_is_never_shown_as_zero_of_a_larger_unit(size: int, words: str) -> None:
-    assert size_in_words(size) == words
+    assert format_size(size) == words
 
 
 def test_a_size_that_is_expected_is_not_rounded_down() -> None:
     """Or the message would name a size that is refused again."""
     sizes = {999: "999 bytes", 1000: "1.0 kB", 1001: "1.1 kB", 12_340_000: "12.4 MB", 1_234_567_890: "1.24 GB"}
-    assert {size: size_in_words(size, at_least=True) for size in sizes} == sizes
+    assert {size: format_size(size, at_least=True) for size in sizes} == sizes

@@ -14,7 +14,7 @@ import pytest
 from peagle import hub
 from peagle.cli import main
 from peagle.ops.errors import InputError
-from peagle.ops.memory import size_in_words
+from peagle.ops.memory import format_size
 from tests.support.pairs import Directories
 
 REVISION = "1" * 40
@@ -115,7 +115,7 @@ def test_the_files_of_a_checkpoint_are_downloaded_once_and_nothing_else(
     names = {path.name for path in directories.target.iterdir()}
     size = sum(len(fake.files[name]) for name in names)
     assert f"downloading {NAME} into" in err
-    assert f"{len(names)} files, {size_in_words(size)}" in err
+    assert f"{len(names)} files, {format_size(size)}" in err
     assert f"{NAME}: GPT-OSS target" in out
     assert {name for name, _ in fake.downloads} == names
     fake.downloads.clear()

@@ -471,7 +471,7 @@ def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
         for kernels in ("native", "xla")
     }
     assert outputs["native"] == outputs["xla"]
-    monkeypatch.setattr("peagle.loading.kernels_in_words", lambda: "XLA: no compiler was found")
+    monkeypatch.setattr("peagle.loading.describe_kernels", lambda: "XLA: no compiler was found")
     monkeypatch.setattr("peagle.loading.native_available", lambda: False)
     with pytest.raises(InputError, match="no compiler was found"):
         load(directories.target, None, kernels="native")

@@ -16,7 +16,7 @@ import pytest
 
 from peagle.cli import main
 from peagle.ops.errors import InputError
-from peagle.processes import Place, decode, encode, parse_place
+from peagle.processes import Rendezvous, decode, encode, parse_rendezvous
 from peagle.workflows.random_checkpoint import random_tensors
 from scripts.serving.servers import free_port
 from target.load import write_target
@@ -43,9 +43,9 @@ def test_other_bytes_are_no_message(data: bytes) -> None:
 
 
 def test_a_place_is_read() -> None:
-    assert parse_place(None, None, None) is None
-    assert parse_place("7000", 1, 2) == Place("127.0.0.1", 7000, 1, 2)
-    assert parse_place("[::1]:7000", 0, 4).address == "[::1]:7000"  # type: ignore[union-attr]
+    assert parse_rendezvous(None, None, None) is None
+    assert parse_rendezvous("7000", 1, 2) == Rendezvous("127.0.0.1", 7000, 1, 2)
+    assert parse_rendezvous("[::1]:7000", 0, 4).address == "[::1]:7000"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_place_is_read() -> None:
 )
 def test_what_is_no_place_is_refused(typed: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        parse_place(*typed)
+        parse_rendezvous(*typed)
 
 
 def test_several_processes_need_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_packed_attention_is_the_models_attention() -> None:
     @jax.jit
     def both(params: TargetParams) -> tuple[jax.Array, jax.Array]:
         expected, _ = model.forward(params, CONFIG, token_ids, positions, segment_ids=segment_ids)
-        attend = attend_packed(CONFIG, segment_ids)
+        attend = attend_packed(params, CONFIG, segment_ids)
         return expected, model.forward(params, CONFIG, token_ids, positions, attend=attend)[0]
 
     expected, logits = both(params)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from drafter.propose import AnyDrafter
-from peagle.ops.attention import PagedCache, init_pool, own_tables
+from peagle.ops.attention import PagedCache, init_pools, own_tables
 from target.model import GptOss
 
 SMALL = 8  # indices of a page
@@ -16,7 +16,7 @@ def small_pages(model: Cached, batch: int, capacity: int, widest_write: int) -> 
     groups, config = model.cache_groups, model.config
     tables = own_tables(groups, batch, capacity + widest_write, widest_write, SMALL)
     counts = [table.size for table in tables]
-    pages = init_pool(groups, counts, config.num_kv_heads, config.head_dim, model.params.dtype, SMALL)
+    pages = init_pools(groups, counts, config.num_kv_heads, config.head_dim, model.params.dtype, SMALL)
     return PagedCache(pages, tables)
 
 

@@ -35,7 +35,7 @@ from peagle.ops import interrupt
 def wait(phase, _):
     gc.callbacks.remove(wait)
     print("press", flush=True)
-    while not interrupt.asked():
+    while not interrupt.pressed():
         time.sleep(0.01)
     {then}
 

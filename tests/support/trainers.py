@@ -71,8 +71,8 @@ def trainer(
 ) -> Trainer:
     """Make a training of the documents that begin with these tokens."""
     source = Source(pack([document(start, 7 + start % 5) for start in starts], recipe.width), rows)
-    counts = recipe.segments.counts(recipe.cod, recipe.width)
-    batches = Batches((source,), recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
+    counts = recipe.partition.counts(recipe.cod, recipe.width)
+    batches = Batches((source,), recipe, counts)
     table = jax.random.normal(jax.random.key(3), (VOCAB, CONFIG.aux_width), jnp.float32)
     out.mkdir(exist_ok=True)
     return Trainer(out, CONFIG, recipe, batches, Counting(table), **{"save_every": 4, "log_every": 2, **options})

@@ -1,19 +1,20 @@
 """Cutting a model over ranks, on the host: the parts put together again are the whole, and loading reads the parts."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.checkpoint import Cut, read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.workflows.random_checkpoint import geometry, random_tensors
 from target.config import TargetConfig
-from target.dialects import tensor_leaves
+from target.dialects import tensor_kinds
 from target.load import load_target, weight_bytes, write_target
-from target.shard import LEAVES, Part, Place, check_ranks, split, unsplit
+from target.shard import TENSOR_KINDS, ModelShard, Rank, TensorKind, check_ranks
 
 # dimensions pairwise distinct; five blocks of expert width, which neither 2, 4 nor 8 ranks share evenly
 CONFIG = geometry(
@@ -22,8 +23,34 @@ CONFIG = geometry(
 MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4)]
 
 
-def parts_of(config: TargetConfig, tp: int, ep: int, mxfp4: bool = True) -> list[Part]:
-    return [Part(config, Place(rank, tp, ep), mxfp4) for rank in range(tp * ep)]
+def parts_of(config: TargetConfig, tp: int, ep: int, mxfp4: bool = True) -> list[ModelShard]:
+    return [ModelShard(config, Rank(rank, tp, ep), mxfp4) for rank in range(tp * ep)]
+
+
+def split(kind: TensorKind, tensor: np.ndarray, part: ModelShard) -> np.ndarray:
+    """Cut a whole tensor to a rank's part."""
+    if not part.has(kind):
+        return np.zeros(part.shape(kind, tensor.shape), tensor.dtype)
+    for axis, cut in enumerate(part.cuts(kind)):
+        if cut.width is not None:
+            tensor = np.take(tensor, cut.indices(tensor.shape[axis]), axis=axis)
+            missing = [(0, cut.width - tensor.shape[axis] if other == axis else 0) for other in range(tensor.ndim)]
+            tensor = np.pad(tensor, missing)
+    return tensor
+
+
+def unsplit(
+    kind: TensorKind, tensors: Sequence[np.ndarray], parts: Sequence[ModelShard], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Put all ranks' parts together."""
+    whole = np.zeros(shape, tensors[0].dtype)
+    for tensor, part in zip(tensors, parts, strict=True):
+        if not part.has(kind):
+            continue
+        cuts = [*part.cuts(kind), *[Cut()] * (len(shape) - len(kind.axes))]
+        indices = [cut.indices(size) for cut, size in zip(cuts, shape, strict=True)]
+        whole[np.ix_(*indices)] = tensor[tuple(slice(0, len(index)) for index in indices)]
+    return whole
 
 
 @pytest.mark.parametrize(("tp", "ep"), MESHES)
@@ -32,7 +59,7 @@ def test_the_parts_together_are_the_whole(mxfp4: bool, tp: int, ep: int) -> None
     parts = parts_of(CONFIG, tp, ep, mxfp4)
     leaf_names = set()
     for name, tensor in random_tensors(CONFIG, mxfp4, 0):
-        leaf, shape = tensor_leaves(CONFIG, mxfp4)[name]
+        leaf, shape = tensor_kinds(CONFIG, mxfp4)[name]
         leaf_names.add(leaf.name)
         pieces = [split(leaf, tensor, part) for part in parts]
         for piece, part in zip(pieces, parts, strict=True):
@@ -43,7 +70,7 @@ def test_the_parts_together_are_the_whole(mxfp4: bool, tp: int, ep: int) -> None
 
 def test_qkv_side_by_side_is_cut_by_heads() -> None:
     """As openai's own files have it: each rank's queries, then its keys, then its values."""
-    leaf, head_dim = LEAVES["qkv"], CONFIG.head_dim
+    leaf, head_dim = TENSOR_KINDS["qkv"], CONFIG.head_dim
     heads = np.arange(8 + 2 + 2).repeat(head_dim)
     for tp, expected in ((2, [0, 1, 2, 3, 8, 10]), (8, [0, 8, 10])):
         parts = parts_of(CONFIG, tp, 1)
@@ -58,8 +85,8 @@ def test_queries_stay_with_their_kv_head() -> None:
     of_query, of_key = np.arange(24).repeat(2), np.arange(4).repeat(2)
     for tp in (1, 2, 4, 8):
         for part in parts_of(config, tp, 1):
-            queries = split(LEAVES["queries"], of_query, part)[::2]
-            keys = split(LEAVES["keys and values"], of_key, part)[::2]
+            queries = split(TENSOR_KINDS["queries"], of_query, part)[::2]
+            keys = split(TENSOR_KINDS["keys and values"], of_key, part)[::2]
             share = part.config.num_heads // part.config.num_kv_heads
             np.testing.assert_array_equal(keys[np.arange(len(queries)) // share], queries // 6)
 
@@ -70,9 +97,9 @@ def test_gates_stay_with_their_ups_and_biases(tp: int) -> None:
     width, blocks = 160, 5
     hidden = np.arange(1, width + 1)
     for rank, part in enumerate(parts_of(CONFIG, tp, 1)):
-        rows = split(LEAVES["gate and up, MXFP4"], np.tile(hidden.repeat(2), (4, 1)), part)[0]
-        bias = split(LEAVES["gate and up bias"], np.tile(hidden.repeat(2), (4, 1)), part)[0]
-        scales = split(LEAVES["down, MXFP4"], np.tile(np.arange(1, blocks + 1), (4, 96, 1)), part)[0, 0]
+        rows = split(TENSOR_KINDS["gate and up, MXFP4"], np.tile(hidden.repeat(2), (4, 1)), part)[0]
+        bias = split(TENSOR_KINDS["gate and up bias"], np.tile(hidden.repeat(2), (4, 1)), part)[0]
+        scales = split(TENSOR_KINDS["down, MXFP4"], np.tile(np.arange(1, blocks + 1), (4, 96, 1)), part)[0, 0]
         np.testing.assert_array_equal(rows, bias)
         np.testing.assert_array_equal(rows[0::2], rows[1::2])
         share = -(-blocks // tp)
@@ -85,9 +112,9 @@ def test_the_20b_at_8_ranks() -> None:
     config = dataclasses.replace(CONFIG, num_heads=64, num_kv_heads=8, expert_width=2880, vocab_size=201088)
     parts = parts_of(config, 8, 1)
     assert parts[7].config == dataclasses.replace(config, num_heads=8, num_kv_heads=1, expert_width=384)
-    held = [len(part.cuts(LEAVES["down, MXFP4"])[2].indices(90)) for part in parts]
+    held = [len(part.cuts(TENSOR_KINDS["down, MXFP4"])[2].indices(90)) for part in parts]
     assert held == [12] * 7 + [6]
-    assert parts[3].shape(LEAVES["head"], (201088, 96)) == (25136, 96)
+    assert parts[3].shape(TENSOR_KINDS["head"], (201088, 96)) == (25136, 96)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +128,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (8, 1), (2, 2)])
 @pytest.mark.parametrize("mxfp4", [True, False])
 def test_a_rank_reads_its_own_bytes_alone(directories: dict[bool, Path], mxfp4: bool, tp: int, ep: int) -> None:
-    whole, leaves = read_checkpoint(directories[mxfp4]), tensor_leaves(CONFIG, mxfp4)
+    whole, leaves = read_checkpoint(directories[mxfp4]), tensor_kinds(CONFIG, mxfp4)
     for part in parts_of(CONFIG, tp, ep, mxfp4):
         checkpoint, read = read_checkpoint(directories[mxfp4]), [0]
         checkpoint.watch(lambda done, _, read=read: read.__setitem__(0, done))
@@ -119,10 +146,10 @@ def test_a_rank_reads_its_own_bytes_alone(directories: dict[bool, Path], mxfp4: 
 
 
 def test_bytes_are_foretold(directories: dict[bool, Path]) -> None:
-    for place in (Place(0, 2, 1), Place(7, 8, 1), Place(1, 2, 2)):
-        loaded = load_target(directories[True], experts="packed", implementation="xla", place=place)
+    for rank in (Rank(0, 2, 1), Rank(7, 8, 1), Rank(1, 2, 2)):
+        loaded = load_target(directories[True], experts="packed", implementation="xla", rank=rank)
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
-        assert held == weight_bytes(directories[True], experts="packed", implementation="xla", place=place)
+        assert held == weight_bytes(directories[True], experts="packed", implementation="xla", rank=rank)
 
 
 @pytest.mark.parametrize(

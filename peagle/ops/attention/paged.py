@@ -1,17 +1,17 @@
-"""Attention over keys and values in pages, in XLA or in the compiled kernels.
+"""Attend over keys and values in pages, in XLA or in the compiled kernels.
 
-One layer's pool holds pages of S positions. A sequence's table locates index i of its keys:
+One layer's pool holds pages of S positions. A sequence's table says in which page an index of its keys lies:
 
     table[b]    7  2  9        pages of sequence b, S = 64
     index       0..63 in page 7, 64..127 in page 2, 128..191 in page 9
 
-A row writes its own key and value at one index and sees a range of indices. Both are operands, apart from the RoPE
-tables, because an index is not always a position: P-EAGLE stores the row at position p under index p + 1. If a table is
-shorter than a sequence, its pages repeat (index modulo), as for a window that passes through few pages.
+A row writes its own key and value at one index and sees a range of indices. Both are operands besides the RoPE tables,
+because an index is not always a position: P-EAGLE stores the row at position p at index p + 1. If a table is shorter
+than its sequence, its pages repeat (index modulo): a window needs only a few pages.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import flax.struct
@@ -20,15 +20,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle.ops import native
-from peagle.ops.attention import cuda
-from peagle.ops.attention.reference import online_attention, split_heads
-from peagle.ops.cuda import calls, not_taken
+from peagle.ops import cuda, native
+from peagle.ops.attention.reference import Attend, online_attention, split_heads
+from peagle.ops.cuda import calls
 from peagle.ops.kernels import Implementation
 
 PAGE_SIZE = 64  # positions
-MOST_SCORES = 1 << 18  # attention scores of one head in memory at once
-MOST_PAGES = 4  # gathered by XLA at once
+MOST_SCORES = 1 << 18  # attention scores of one head that XLA holds at once
+MOST_PAGES = 4  # pages that XLA gathers at once
 
 
 @flax.struct.dataclass
@@ -45,10 +44,10 @@ class Pages:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers of one model that keep the same indices, and so share their tables.
+    """Layers of one model that keep the same indices, and so share page tables.
 
     window: how many of the latest indices rows see and the group keeps; None: all. offset: the index of position 0.
-    layers: their numbers, in order; there may be none.
+    layers: numbers in order; may be empty.
     """
 
     window: int | None
@@ -56,22 +55,22 @@ class CacheGroup:
     layers: tuple[int, ...]
 
     def num_pages(self, capacity: int, widest_write: int, page_size: int = PAGE_SIZE) -> int:
-        """Count the pages of one sequence of `capacity` positions, if its table may repeat them.
+        """Count the pages of one sequence of `capacity` positions whose table may repeat its pages.
 
-        A window passes through few pages, but all rows of a pass are written before the first of them attends.
+        A windowed group needs the pages of the window and of a pass, whose rows are all written before any attends.
         """
-        everything = -(-(capacity + self.offset) // page_size)
+        all_pages = -(-(capacity + self.offset) // page_size)
         if self.window is None:
-            return everything
-        return min(everything, -(-(self.window + widest_write - 1) // page_size) + 1)
+            return all_pages
+        return min(all_pages, -(-(self.window + widest_write - 1) // page_size) + 1)
 
 
 @flax.struct.dataclass
 class PagedCache:
     """The caches of a batch of sequences: a pool per layer, a table per group of layers.
 
-    The caller's `length` decides which indices count; the cache does not record it. Rows of a rolled-back pass are
-    hidden by causality from every earlier query, and overwritten before a later one reads them.
+    The caller keeps the length. Rows that were rolled back lie after every earlier query, and are overwritten before a
+    later query reads them.
     """
 
     pages: tuple[Pages, ...]
@@ -79,7 +78,7 @@ class PagedCache:
 
 
 def group_layers(windows: Sequence[int | None], offset: int = 0) -> tuple[CacheGroup, ...]:
-    """Group layers by window. The first group has no window, and exists even without layers."""
+    """Group layers by window. The first group has no window, and is there even if it has no layers."""
     distinct = [None, *sorted({window for window in windows if window is not None})]
     return tuple(
         CacheGroup(window, offset, tuple(layer for layer, own in enumerate(windows) if own == window))
@@ -87,7 +86,7 @@ def group_layers(windows: Sequence[int | None], offset: int = 0) -> tuple[CacheG
     )
 
 
-def init_pool(
+def init_pools(
     groups: Sequence[CacheGroup],
     num_pages: Sequence[int],
     kv_heads: int,
@@ -107,7 +106,7 @@ def init_pool(
 def own_tables(
     groups: Sequence[CacheGroup], batch: int, capacity: int, widest_write: int, page_size: int = PAGE_SIZE
 ) -> tuple[Int[Array, "B M"], ...]:
-    """Give each sequence its own pages, in order: row b of a table is b M .. b M + M - 1."""
+    """Make tables in which sequence b has the pages b M .. b M + M - 1."""
     counts = [group.num_pages(capacity, widest_write, page_size) for group in groups]
     return tuple(jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count) for count in counts)
 
@@ -120,9 +119,9 @@ def rows_by_layer(
     writes: jax.Array | None = None,
     until: jax.Array | None = None,
 ) -> dict[int, "PagedRows"]:
-    """Place the rows of a pass in the caches of each layer, causal unless `until` is set (`causal_rows`).
+    """Compute the `causal_rows` of a pass for each layer.
 
-    windows: by layer, what its rows see; its group may keep more. writes: False in rows that only read.
+    windows: by layer; its group may keep more than the window. writes: False in rows that only read.
     """
     placed: dict[int, PagedRows] = {}
     for group, table in zip(groups, cache.tables, strict=True):
@@ -137,16 +136,16 @@ def rows_by_layer(
 
 @flax.struct.dataclass
 class PagedRows:
-    """Where the rows of a pass write and what they see, the same for all layers of a group.
+    """The indices that the rows of a pass write and see, the same for all layers of a group.
 
-    A page that a row writes or sees must be one of the pool's; other entries of the table are not read.
+    Pages that a row writes or sees must be in the pool; other table entries are not read.
     """
 
     table: Int[Array, "B M"]
     write: Int[Array, "B T"]  # the row's own index; -1: it writes nothing
     first: Int[Array, "B T"]  # the first and the last index that the row sees; last < first: it sees nothing
     last: Int[Array, "B T"]
-    # most indices from the first to the last that one sequence's rows see
+    # largest number of indices from the first to the last that the rows of one sequence see
     span: int = flax.struct.field(pytree_node=False)
 
 
@@ -164,12 +163,12 @@ def causal_rows(
     offset: int = 0,
     until: Int[Array, "B T"] | None = None,
 ) -> PagedRows:
-    """Let each row write index position + offset and see the indices up to it, from `offset` on.
+    """Make rows that write index position + offset and see the indices from `offset` up to it.
 
-    window: it sees only that many of the latest. A row of negative position writes and sees nothing. The positions of
-    one sequence are consecutive. until: the position that each row sees up to, instead of its own, at most the pass's
-    last; negative: it sees nothing. So rows of a block see each other, later ones too: all are written before any
-    reads.
+    window: they see only that many of the latest. A row of negative position writes and sees nothing. The positions of
+    one sequence are consecutive. until: the last position that each row sees, instead of its own, at most the last of
+    the pass; negative: it sees nothing. So the rows of a block may see each other, because all rows are written before
+    any attends.
     """
     index = jnp.where(positions < 0, -1, positions + offset)
     last = index if until is None else jnp.where((positions < 0) | (until < 0), -1, until + offset)
@@ -190,10 +189,10 @@ def paged_attention(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T out"], Pages]:
-    """Rotate the rows, write their keys and values to their pages, then attend; return (output [B, T, N H], pages).
+    """Apply RoPE, write the rows' keys and values to pages, then attend; return (output [B, T, N H], pages).
 
-    Ignore the output of a row that sees nothing; it is finite. With the native kernels a row's bits depend on its own
-    query and on the keys and values that it sees: not on page numbers, other rows or the cut of the prompt.
+    Ignore the output of a row that sees nothing; it is finite. With the native kernels a row's bits depend only on its
+    query and on the keys and values that it sees, not on page numbers, other rows or how a prompt is cut into chunks.
 
     Raises InputError if the named implementation does not run here or does not take these operands.
     """
@@ -203,13 +202,49 @@ def paged_attention(
     on_xla = functools.partial(_on_xla, num_heads=num_heads)
     if implementation == "xla":
         return on_xla(*operands)
-    if cuda.takes(qkv, pages.key):
+    if _cuda_takes(qkv, pages.key):
         if implementation == "cuda":
             return _on_cuda(*operands)
         return jax.lax.platform_dependent(*operands, cuda=_on_cuda, default=on_xla)
     if implementation == "cuda":
-        raise not_taken(f"bfloat16, heads of {calls.HEAD_DIM} and pages of {calls.PAGE}")
+        raise cuda.not_taken(f"bfloat16, heads of {calls.HEAD_DIM} and pages of {calls.PAGE}")
     return on_xla(*operands)
+
+
+def _cuda_takes(qkv: jax.Array, key: jax.Array) -> bool:
+    """Check that the CUDA kernels run here and take such rows and pages [P, S, G, H]."""
+    if not cuda.available():
+        return False
+    return key.shape[1] == calls.PAGE and key.shape[3] == calls.HEAD_DIM and qkv.dtype == key.dtype == jnp.bfloat16
+
+
+def attend_paged(
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
+    windows: Sequence[int | None],
+    positions: Int[Array, "B T"],
+    num_heads: int,
+    *,
+    sinks: Sequence[jax.Array] | None = None,
+    writes: Bool[Array, "B T"] | None = None,
+    until: Int[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Attend, Callable[[], PagedCache]]:
+    """Make the attention of one pass over a cache; it is called once per layer, in order.
+
+    sinks: by layer. The other arguments are those of `rows_by_layer`. Returns (the attention, which first writes its
+    rows; a function that returns the cache with the rows that were written).
+    """
+    pages, rows = list(cache.pages), rows_by_layer(groups, windows, cache, positions, writes, until)
+
+    def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        own_sinks = None if sinks is None else sinks[layer]
+        out, pages[layer] = paged_attention(
+            qkv, cos, sin, pages[layer], rows[layer], num_heads, own_sinks, implementation=implementation
+        )
+        return out
+
+    return attend, lambda: PagedCache(tuple(pages), cache.tables)
 
 
 def write_pages(
@@ -232,7 +267,7 @@ def write_pages(
 
 
 def _as_bits(values: jax.Array) -> jax.Array:
-    """View bfloat16 as integers: XLA on CPU would convert a whole pool to float32 to read or write a few rows."""
+    """View bfloat16 as integers, because XLA on CPU would convert a whole pool to float32 to access a few rows."""
     return jax.lax.bitcast_convert_type(values, jnp.uint16) if values.dtype == jnp.bfloat16 else values
 
 

@@ -1,6 +1,7 @@
 """Grouped-query attention with optional sinks, in plain XLA."""
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle.ops.rope import apply_rope
 
 MASKED = -1e30  # finite: a row with only masked keys gives finite garbage, never NaN
+# (layer, query [B, T, N, H], key, value [B, T, G, H]) -> output [B, T, N, H]
+AttendHeads: TypeAlias = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+# (layer, qkv [B, T, (N + 2G) H], cos, sin) -> output [B, T, N H]
+Attend: TypeAlias = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def split_heads(
@@ -24,6 +29,16 @@ def split_heads(
     heads = qkv.reshape(batch, width, -1, head_dim)
     query, key, value = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=2)
     return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
+
+
+def after_rope(attend: AttendHeads, num_heads: int, num_kv_heads: int) -> Attend:
+    """Make an `Attend` that splits the qkv projection into heads, applies RoPE, and calls `attend`."""
+
+    def attend_projected(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        query, key, value = split_heads(qkv, num_heads, num_kv_heads, cos, sin)
+        return attend(layer, query, key, value).reshape(*qkv.shape[:2], -1)
+
+    return attend_projected
 
 
 def attention(
@@ -53,7 +68,7 @@ def attention(
     if sinks is not None:
         total = total + jnp.exp(sink - peak)
     probs = (weights / total).astype(value.dtype)
-    # 0 times NaN is NaN: unseen rows may hold a failed request's
+    # unseen rows may hold a failed request's NaN, and 0 * NaN is NaN
     value = jnp.where(mask.any(axis=1)[:, :, None, None], value, jnp.zeros((), value.dtype))
     out = jnp.einsum("bgrts,bsgh->btgrh", probs, value, preferred_element_type=jnp.float32)
     return out.astype(query.dtype).reshape(batch, width, heads, head_dim)
@@ -69,8 +84,8 @@ def online_attention(
 ) -> Float[Array, "B T N H"]:
     """Compute `attention` over the keys, values and masks that load(begin) .. load(end - 1) return.
 
-    An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). The
-    sink is one more score, the first.
+    An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). A sink
+    is the first score.
     """
     batch, width, heads, head_dim = query.shape
     repeat = heads // groups

@@ -1,13 +1,13 @@
-"""The CUDA kernels, called through XLA's FFI, and whether they run here.
+"""Call the CUDA kernels through XLA's FFI, if they run here.
 
     common.cuh, linear.cu, experts.cu, attention.cu   the kernels; experts_hopper.cu: those for Hopper GPUs only
     nvrtc.py     compiles them for this machine's GPU
-    launch.cc    XLA's entry: checks shapes and launches; compiled beside the CPU kernels (peagle.ops.native.build)
+    launch.cc    XLA's entry: checks shapes and launches; compiled with the CPU kernels (peagle.ops.native.build)
     calls.py     JAX's entry
     check.py     compares them with a reference before their first use
 
-If any of this fails, XLA's own code runs instead and `status` gives the reason. PEAGLE_KERNELS=xla switches the kernels
-off.
+If any of this fails, XLA's own code runs instead, and `status` gives the reason. PEAGLE_KERNELS=xla disables the
+kernels.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _MAJOR = 8  # least compute capability, for bfloat16 tensor cores
 
 @functools.cache
 def status() -> tuple[bool, str]:
-    """Open and check the kernels once; return (whether they run here, one line that says so or why not)."""
+    """Open and check the kernels once; return (whether they run here, a line with their name or the reason)."""
     if native.wants_xla():
         return False, f"XLA ({native.VARIABLE}={native.XLA})"
     try:
@@ -56,28 +56,25 @@ def has_tiles() -> bool:
 
 
 def on_hopper(capability: str) -> bool:
-    """Whether a GPU of this compute capability runs the kernels of experts_hopper.cu, as only Hopper does."""
+    """Whether a GPU of this compute capability is a Hopper GPU, for the kernels of experts_hopper.cu."""
     return capability == "9.0"
 
 
 def not_taken(limits: str) -> InputError:
-    """Make the error of an op whose CUDA kernels were chosen by name and cannot run."""
+    """Make the error of an op whose CUDA kernels were chosen by name but cannot run. limits: of the operands."""
     runs, line = status()
     why = f"take these operands; expected {limits}" if runs else f"run here ({line.removeprefix('XLA: ')})"
     return InputError(f"the CUDA kernels do not {why}; leave the implementation out, or take 'xla'")
 
 
 def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str, *, tiles: bool) -> None:
-    """Register the kernels with XLA for that platform, for `calls`. Raises CudaError.
-
-    tiles: include those for Hopper GPUs.
-    """
+    """Register the kernels with XLA for a platform. tiles: include those for Hopper GPUs. Raises CudaError."""
     if not launcher.exists():
         raise CudaError("the GPU kernels' launcher was not compiled; python -m peagle.ops.native compiles it")
     opened = ctypes.CDLL(str(launcher))
     opened.peagle_cuda_open.restype = ctypes.c_char_p
-    if said := opened.peagle_cuda_open(driver.encode(), cubin, ctypes.c_int64(len(cubin)), ctypes.c_int(tiles)):
-        raise CudaError(said.decode())
+    if error := opened.peagle_cuda_open(driver.encode(), cubin, ctypes.c_int64(len(cubin)), ctypes.c_int(tiles)):
+        raise CudaError(error.decode())
     for name in HANDLERS:
         handler = jax.ffi.pycapsule(getattr(opened, f"peagle_cuda_{name}"))
         jax.ffi.register_ffi_target(f"peagle_cuda_{name}", handler, platform=platform)
@@ -85,8 +82,8 @@ def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str, *, ti
 
 def _capability() -> str:
     """Return the first GPU's compute capability, as "9.0". Raises CudaError if it is too old."""
-    said = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
-    major = said.split(".")[0]
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
+    major = capability.split(".")[0]
     if not major.isdecimal() or int(major) < _MAJOR:
-        raise CudaError(f"the GPU kernels need compute capability {_MAJOR}.0 or more, this GPU's is {said}")
-    return said
+        raise CudaError(f"the GPU kernels need compute capability {_MAJOR}.0 or more, this GPU's is {capability}")
+    return capability

@@ -1,13 +1,13 @@
 // Attention over keys and values in pages of 64 slots, [P, 64, G, H]. Index i of sequence b is slot i mod 64 of page
 // table[b, i / 64 mod M].
 //
-//     few rows   attend: the chunks of four pages of a kv head of a sequence are dealt out to splits, so that all of the GPU
-//                reads. A block goes through the chunks of a split, a page for each warp. It rotates its queries, and rotates
-//                and writes the new keys and values of its chunks. The last block of a kv head joins the splits, with the sinks
+//     few rows   attend: the pages of a kv head of a sequence, in chunks of four, are distributed over splits, so that the
+//                whole GPU reads them. A block reads the chunks of a split, a page for each warp. It rotates its queries, and
+//                rotates and writes the new keys and values of its chunks. A kv head's last block joins the splits and sinks
 //     many rows  rotate, which writes queries, keys and values; then prompt: per block 128 queries of a kv head, 32 a warp,
 //                which read their pages one after the other through shared memory
 //
-// Chunks begin at fixed indices, their numbers say which split is theirs, and what a query does not see changes nothing. So a
+// Chunks begin at fixed indices, the number of a chunk decides its split, and what a query does not see changes nothing. So a
 // row's bits depend neither on the other rows of its pass nor on page numbers.
 
 namespace {
@@ -57,7 +57,7 @@ __device__ inline void Cover(Range& all, Range one) {
   all.last = max(all.last, one.last);
 }
 
-// A value of a head, and the one that it is rotated with: the one half a head further, or with `minus` half a head before.
+// Rotates a value of a head with its partner, half a head before, or with `minus` half a head further.
 __device__ inline float Rotated(float own, float other, float c, float s, bool minus) {
   return minus ? own * c - other * s : own * c + other * s;
 }
@@ -110,14 +110,14 @@ struct Queries {
   Range seen[2];
 };
 
-// What sixteen queries have of the slots so far: sums weighted by exp2(kScale (score - peak)), and this lane's part of the sum
-// of these weights. out[n]: values 8 n + 2 quarter, .. + 1 of queries group and group + 8.
+// The partial results of sixteen queries: sums weighted by exp2(kScale (score - peak)), and this lane's part of the sum of
+// these weights. out[n]: values 8 n + 2 quarter, .. + 1 of queries group and group + 8.
 struct Attended {
   float peak[2] = {kNothing, kNothing}, total[2] = {0, 0}, out[kHead / 8][4] = {};
 };
 
-// Adds 16 kCount slots of a staged page, from `slot` on, which is index `start`, to kQueries times sixteen queries. `masked`:
-// some query does not see some of them.
+// Adds 16 kCount slots of a staged page, from `slot` on, to the results of kQueries times sixteen queries. `slot` is index
+// `start`. `masked`: some query does not see all of them.
 template <int kCount, int kQueries>
 __device__ __forceinline__ void Attend(const Queries (&q)[kQueries], const StagedPage& page, int slot, int start, bool masked,
                                        Attended (&result)[kQueries]) {
@@ -225,14 +225,14 @@ __device__ inline void CombineWarps(const AttentionShared& shared, int count, fl
   }
 }
 
-// How many blocks of a tile have their partial results; zero between grids, of which one runs at a time.
+// How many blocks of a tile have stored their partial results. Zero between grids; one grid runs at a time.
 __device__ int attended[kMostTiles];
 
 struct SplitShared {
   float scale[kRows][kMostSplits], total[kRows][kMostSplits], sink[kRows];
 };
 
-// The chunks that a pass's rows of a sequence see, dealt out to `splits`: chunk c to split c mod splits.
+// The chunks that a pass's rows of a sequence see. Chunk c belongs to split c mod splits.
 struct Chunks {
   int first, last, splits;
 
@@ -241,8 +241,8 @@ struct Chunks {
   __device__ bool Used(int split) const { return Begin(split) <= last; }
 };
 
-// Joins the splits' results for `count` queries from `tile` on, of `queries` of a kv head, with their sinks; a row that sees
-// nothing gets zeros. The results are those of the first of these queries and splits.
+// Joins the splits' results, and the sinks, for `count` of a kv head's `queries`, from `tile` on. A row that sees nothing gets
+// zeros. The pointers are to the results of the first of these queries and splits.
 __device__ inline void CombineSplits(const float* partial, const float* peaks, const float* totals, const Half* sinks,
                                      const Chunks& chunks, int queries, int tile, int count, int shared_heads,
                                      SplitShared& shared, Half* out, long long row_stride) {
@@ -294,8 +294,8 @@ struct NewRows {
   Half keys[kMostFewRows][kHead], values[kMostFewRows][kHead];
 };
 
-// Of a warp: rotates the keys of the rows whose index lies within `wanted`, and writes keys and values, with `pages_too` to
-// the pages as well.
+// Of a warp: rotates the keys of the rows whose index is within `wanted`, and writes keys and values; with `pages_too` to the
+// pages, too.
 __device__ inline void WriteRows(const Half* qkv, const Half* cosine, const Half* sine, const Table& pages, const int* write,
                                  int b, int g, int rows, int heads, int kv_heads, Range wanted, bool pages_too,
                                  NewRows& to) {
@@ -415,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
       const bool any = start <= all.last && start + kSlots > all.first;
       if (any) CopyPage<32>(pages, page, all, lane, mine);
       CommitCopies();
-      // what no chunk has is written with the first and the last
+      // rows whose index is in no chunk are written with the first and the last chunk
       const Range writes = {chunk == chunks.first && warp == 0 ? 0 : start,
                             chunk == chunks.last && warp == kWarps - 1 ? 0x7fffffff : start + kSlots - 1};
       WriteRows(qkv, cosine, sine, pages, write, b, g, rows, heads, kv_heads, writes, tile == 0, shared.rows);

@@ -40,9 +40,9 @@ def experts(
 ) -> Float32[Array, "T k D"]:
     """Compute each row's output of each expert in its `ids`. T is at most MAX_ROWS.
 
-    Each expert is read once per TILE_ROWS rows that selected it. An id of E or more selects nothing; its output is not
-    written. A row's bits depend neither on the other rows nor on T. Matrices are the MXFP4 blocks [E, out, in / 32,
-    16], their scales, and the bias, of all experts.
+    An expert is read once for every TILE_ROWS rows that selected it. An id of E or more selects nothing, and its output
+    is not written. A row's bits depend neither on the other rows nor on T. gate_up, down: the MXFP4 blocks [E, out, in
+    / 32, 16], scales and bias of all experts.
     """
     (rows, width), top_k, (num_experts, outputs) = x.shape, ids.shape[1], gate_up[2].shape
     pairs = rows * top_k
@@ -71,9 +71,9 @@ def expert_block(
     """Compute the second half of a layer on a Hopper GPU: y = x + the experts of norm(x), by the router's weights.
 
     Returns (y, next_norm(y)); the second is empty without a next norm. Both norms have the same epsilon. T is at most
-    MAX_ROWS. D and the experts' width are TILED_WIDTH; E is a multiple of 8, up to TILED_EXPERTS. Matrices are packed
-    (peagle.ops.cuda.pack). A row of negative position selects nothing. A row's bits depend neither on the other rows
-    nor on T.
+    MAX_ROWS. D and the experts' width are TILED_WIDTH; E is a multiple of 8, up to TILED_EXPERTS. gate_up, down: packed
+    matrices (peagle.ops.cuda.pack) and bias. A row of negative position selects nothing. A row's bits depend neither on
+    the other rows nor on T.
     """
     (rows, width), pairs, num_experts = x.shape, x.shape[0] * TILED_TOP_K, router.shape[1]
     tables = 2 * MOST_TILES + 5 * pairs + rows + rows * num_experts + 1
@@ -111,12 +111,12 @@ def paged_attention(
 ) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "P S G H"], BFloat16[Array, "P S G H"]]:
     """Write the new keys and values, then attend; return (output, keys, values). S is PAGE, H is HEAD_DIM.
 
-    span: most indices from the first to the last that one sequence's rows see; for up to STEP_ROWS rows, indices beyond
-    it are not read. Sinks are taken in bfloat16, as in checkpoints.
+    span: see PagedRows; with up to STEP_ROWS rows, indices beyond it are not read. Sinks are converted to bfloat16, the
+    dtype of checkpoints.
     """
     (batch, width, values), (_, _, kv_heads, head_dim) = qkv.shape, key.shape
     heads = values // head_dim - 2 * kv_heads
-    # one more chunk for a span that begins within one; a power of two
+    # one more chunk, because a span may begin within a chunk; splits are a power of two
     chunks = (min(span, table.shape[1] * PAGE) + CHUNK - 2) // CHUNK + 1
     splits = min(MOST_SPLITS, 1 << (chunks - 1).bit_length()) if width <= STEP_ROWS else 0
     parts = (batch, kv_heads, splits, width * heads // kv_heads)

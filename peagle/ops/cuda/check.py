@@ -15,8 +15,8 @@ from peagle.ops.norm import Norm, rms_norm
 
 EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
 SMALL, LARGE = 121, 128  # the first of four scales; scales above 128 take another code path
-# (rows, width, scales): few rows (one and two tiles, inputs for several rounds) and many rows (experts with one to
-# several tiles)
+# of `experts`, (rows, width, scales): few rows (one and two tiles, several rounds of loads), then many rows (one tile
+# of an expert, or several)
 CASES = (
     *((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (16, 160, SMALL)),
     *((17, 1632, SMALL), (70, 160, SMALL), (200, 160, LARGE)),
@@ -26,15 +26,13 @@ PRODUCTS = ((1, 2080, 32), (9, 80, 4224), (16, 2080, 96))
 # (rows, padding rows among them at the end, pages of the table, window, tokens before): several chunks and tiles of
 # queries, a window, a table that repeats its pages, many rows
 ATTENDED = ((1, 0, 10, 0, 400), (7, 2, 5, 20, 290), (3, 1, 2, 24, 1022), (20, 3, 5, 24, 250))
-FAR = 0.02  # of the largest output: above bfloat16 rounding, below the error of a wrong kernel
-
-
+FAR = 0.02  # relative to the largest output: above bfloat16 rounding, below the error of a wrong kernel
 # rows of `expert_block`: one case per kernel (by an expert's most rows), and both ways of routing
 TILED_ROWS, TILED_EXPERTS = (1, 13, 40, 64, 100, 300), 8
 
 
 def check(*, tiles: bool) -> None:
-    """Raise CudaError if a kernel's result is far from its definition's. tiles: also check the kernels for Hopper."""
+    """Raise CudaError if a kernel's result is far from the reference. tiles: also check the kernels for Hopper GPUs."""
     for rows, inputs, outputs in PRODUCTS:
         check_linear(rows, inputs, outputs)
     check_experts()
@@ -50,9 +48,9 @@ def check_linear(rows: int, inputs: int, outputs: int) -> None:
         _halves(rng, *shape) for shape in ((rows, inputs), (inputs, outputs), (outputs,), (rows, outputs))
     )
     product = x.astype(np.float64) @ weights.astype(np.float64)
-    for more in ((None, None), (bias, residual)):
-        expected = product + sum(term.astype(np.float64) for term in more if term is not None)
-        operands = (None if term is None else jnp.asarray(term) for term in more)
+    for addends in ((None, None), (bias, residual)):
+        expected = product + sum(term.astype(np.float64) for term in addends if term is not None)
+        operands = (None if term is None else jnp.asarray(term) for term in addends)
         output = np.asarray(calls.linear(jnp.asarray(x), jnp.asarray(weights), *operands), np.float64)
         _expect_near(output, expected, f"a product of {rows} rows, {inputs} x {outputs}")
 
@@ -81,7 +79,7 @@ def check_experts() -> None:
 
 
 def check_expert_block() -> None:
-    """Compare the kernels for Hopper GPUs with the others, and a row's bits alone with its bits among more rows."""
+    """Compare the kernels for Hopper GPUs with the others, and a row's bits alone with its bits among other rows."""
     keys = iter(jax.random.split(jax.random.key(0), 6))
     width, count = calls.TILED_WIDTH, TILED_EXPERTS
 

@@ -9,7 +9,7 @@ struct alignas(16) Words {
   unsigned of[4];
 };
 
-// Loads data that nothing reads again: bypasses the first-level cache. Fetches the 128 bytes around it, which hold this row's
+// Loads data that is read once: bypasses the first-level cache, and prefetches the 128 bytes around it, which hold this row's
 // next chunk.
 __device__ inline Words LoadOnce(const void* from) {
   Words words;
@@ -19,8 +19,8 @@ __device__ inline Words LoadOnce(const void* from) {
   return words;
 }
 
-// Loads, or gives zeros: without a branch, so that many loads are in flight together. Only for what this kernel does not
-// write.
+// Loads, or gives zeros, without a branch, so that many loads are in flight together. Only for data that this kernel does
+// not write.
 __device__ inline Words LoadIf(bool wanted, const void* from) {
   Words words = {};
   asm("{ .reg .pred wanted; setp.ne.s32 wanted, %5, 0; @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"

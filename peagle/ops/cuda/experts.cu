@@ -9,16 +9,15 @@
 // A pass of many rows is a part of a prompt, or many requests'. Its pairs of a row and an expert are sorted by expert and
 // cut into tiles of up to 64: a block computes 64 outputs of a tile, 16 a warp, and reads the weights once for a tile.
 //
-// The parts are always the same, and their sums are added in the same order. So a row's bits depend neither on the other
-// rows nor on their number.
+// The parts and the order of their sums are fixed, so a row's bits depend neither on the other rows nor on their number.
 //
-// Of many rows, x goes through shared memory. Read by each lane as it needs them, its values take most of the time: a
-// warp's load touches sixteen lines, and four loads the same ones. Of few rows the detour takes longer (H100, 20b's shape: 48,
-// 168 and 312 us for 1, 8 and 16 rows, in place of 43, 152 and 254).
+// With many rows, x goes through shared memory, because direct loads by each lane would take most of the time: a warp's load
+// touches sixteen lines, and four loads touch the same lines. With few rows direct loads are faster (H100, 20b's shape: 43,
+// 152 and 254 us for 1, 8 and 16 rows, against 48, 168 and 312 through shared memory).
 
 namespace {
 
-constexpr int kOutputs = 16;         // of a block, of a pass of few rows; of a warp
+constexpr int kOutputs = 16;         // per warp; in a pass of few rows also per block
 constexpr int kColumns = 8;          // rows of x per product
 constexpr int kBlock = 32;           // inputs that share a scale: 16 bytes
 constexpr int kChunk = 4 * kBlock;   // inputs that a warp multiplies at a time: a block for each quarter
@@ -124,8 +123,8 @@ __device__ inline Words Paired(const Words& values) {
   return {Lower(v[0], v[2]), Upper(v[0], v[2]), Lower(v[1], v[3]), Upper(v[1], v[3])};
 }
 
-// A lane's values of a chunk of 8 kTiles rows of x, from the rows themselves, from input `start` on; zeros where there is no
-// row, and beyond the inputs.
+// Loads a lane's values of a chunk of 8 kTiles rows of x without shared memory, from input `start` on. Missing rows, and
+// inputs past the end, are zeros.
 template <int kTiles>
 struct Direct {
   const Half* const (&rows)[kTiles];
@@ -137,11 +136,11 @@ struct Direct {
   }
 };
 
-// The place of a staged row's piece, so that lanes that read together do not wait for the same bank.
+// The place of a staged row's piece: lanes that read together read from different banks.
 __device__ inline int Slot(int row, int piece) { return row * kPieces + (piece % 4 * 4 + piece / 4 ^ row % 2 * 4); }
 
-// A thread's part of a chunk of 8 kTiles rows of x [.., inputs], on its way to shared memory; zeros where `source`, the rows
-// of x, is negative, and beyond the inputs.
+// Stages a thread's part of a chunk of 8 kTiles rows of x [.., inputs] in shared memory. `source` numbers the rows of x; rows
+// of negative number, and inputs past the end, are zeros.
 template <int kTiles>
 struct Staging {
   static constexpr int kCount = kTiles * kColumns * kPieces / kThreads;
@@ -175,8 +174,8 @@ struct Staged {
   }
 };
 
-// sums += a chunk of weights times the same chunk of x, whose values(tile, word) are this lane's. One factor cannot raise
-// 2^-126 to powers above 2^1: `large` if any lane has one.
+// sums += a chunk of weights times the same chunk of x. values(tile, word): this lane's part of x. `large`: some lane has a
+// scale above 2^1, and needs two factors to undo 2^-126.
 template <bool large, int kTiles, typename Values>
 __device__ __forceinline__ void AddScaled(const Codes& low, const Codes& high, const Values& values,
                                           float (&sums)[kTiles][4]) {
@@ -212,8 +211,8 @@ __device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, co
     AddScaled<false>(low, high, values, sums);
 }
 
-// shared.sums = this block's outputs of the matrix (its expert's) for each row of x that selected it; x [.., inputs] is by
-// row, or with `by_pair` by pair. Columns of other rows are zero.
+// shared.sums = this block's outputs of its expert's matrix, for each row that selected the expert; zeros for other rows.
+// x [.., inputs] has one line for each row, or with `by_pair` for each pair.
 template <int kTiles>
 __device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, const Routing& routing,
                          Shared<kTiles>& shared) {
@@ -298,7 +297,7 @@ __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& e
   }
 }
 
-// Up to kTileRows pairs of one expert: count of them, from `begin` on among the sorted ones. No tile: expert -1.
+// `count` <= kTileRows sorted pairs of one expert, from `begin` on. No tile: expert -1.
 struct Tile {
   int expert;
   int begin;
@@ -306,18 +305,19 @@ struct Tile {
 };
 
 union ManyShared {
-  Words staged[2][kTileRows * kPieces];  // in turns
+  Words staged[2][kTileRows * kPieces];  // used alternately
   float sums[kPanel][kTileRows + 2];     // padded as Shared's
 };
 
-// shared.sums = this block's outputs for the tile's pairs, up to 8 kTiles; x [.., inputs] is by row, or with top_k 1 by pair.
+// shared.sums = this block's outputs for the tile's pairs, at most 8 kTiles. x [.., inputs] has one line for each row, or with
+// top_k 1 for each pair.
 template <int kTiles>
 __device__ void MultiplyTile(const Matrix& matrix, const Half* x, const int* pairs, int count, int top_k,
                              ManyShared& shared) {
   __shared__ int source[kTiles * kColumns];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const int chunks = (matrix.inputs + kChunk - 1) / kChunk, first = warp * kOutputs;
-  // a warp beyond the outputs computes the last ones once more
+  // a warp beyond the outputs computes the last outputs again
   const int low = min(static_cast<int>(blockIdx.x) * kPanel + first, matrix.outputs - kOutputs) + group;
   for (int i = threadIdx.x; i < kTiles * kColumns; i += kThreads) source[i] = i < count ? pairs[i] / top_k : -1;
   __syncthreads();
@@ -365,11 +365,11 @@ __device__ inline void MultiplyTile(const Matrix& matrix, const Half* x, const i
 
 }  // namespace
 
-// sorted [pairs] = the pairs of ids [pairs] by expert, in any order within one; pairs of none are left out. tiles
-// [num_tiles]: those of all experts, then none. One block.
+// sorted [pairs] = the pairs of ids [pairs], sorted by expert, in any order within an expert; pairs without one are left out.
+// tiles [num_tiles]: those of all experts; the rest have expert -1. One block.
 extern "C" __global__ void __launch_bounds__(kSortThreads) peagle_sort(const int* ids, int pairs, int num_experts,
                                                                        int num_tiles, int* sorted, Tile* tiles) {
-  __shared__ int next[kMaxExperts];  // an expert's number of pairs, then the place of its next one
+  __shared__ int next[kMaxExperts];  // an expert's number of pairs, then where its next one goes
   for (int i = threadIdx.x; i < num_experts; i += kSortThreads) next[i] = 0;
   __syncthreads();
   for (int pair = threadIdx.x; pair < pairs; pair += kSortThreads)
@@ -426,8 +426,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_down_many(
   }
 }
 
-// Grids: (outputs / 16, the most experts that can be selected); blocks of kThreads. A tile is up to 8 rows. blocks_together
-// blocks at least fit into a multiprocessor, so that some compute while others wait for memory.
+// Grids: (outputs / 16, the most experts that can be selected); blocks of kThreads. A tile is up to 8 rows. At
+// least blocks_together blocks fit into a multiprocessor, so that some compute while others wait for memory.
 #define PEAGLE_KERNELS(tiles, blocks_together)                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads, blocks_together) peagle_gate_up_##tiles(                        \
       const Half* x, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales, const Half* bias, \

@@ -32,7 +32,7 @@ struct Tile {
   __device__ int Width() const { return (expert_count_width >> 24) * 8; }
 };
 
-// Where a pair's row goes: the tile's begin, the row in the tile, the tile's rows. begin < 0: the pair has no expert.
+// Where a pair's row goes. begin: of the tile; begin < 0: the pair has no expert.
 struct Place {
   int begin;
   Word row_count;  // 16 bits; rows - 1
@@ -213,8 +213,8 @@ __device__ __forceinline__ void MultiplyTile(const Work& work, const Tile tile, 
     Multiply<C, C::kWidest, gate_up>(work, tile, part, ring, barriers, parity, r);
 }
 
-// Loads what the consumers multiply, tile by tile, by one thread. The weights of the first fills do not depend on the grid
-// before: of `down`, they are loaded while that still runs.
+// One thread loads the operands of the consumers, tile by tile. The weights of the first fills do not depend on the grid
+// before, so `down` loads them while that grid still runs.
 template <class C, bool gate_up>
 __device__ __forceinline__ void Produce(const Work& work, const Tile* tiles, int num_tiles, int parts, Word ring,
                                         Word barriers) {
@@ -327,7 +327,7 @@ __device__ inline int Widest(const Widths& widths) { return widths.of[widths.cou
 
 __device__ inline int TilesOf(int count, int widest) { return (count + widest - 1) / widest; }
 
-// The place of the rank-th of an expert's `count` pairs, which begin at `begin` and are cut into equal tiles.
+// The place of an expert's pair number `rank`, of `count` pairs from `begin` on, which are cut into equal tiles.
 __device__ inline Place PlaceOf(int rank, int count, int begin, int widest) {
   const int num_tiles = TilesOf(count, widest), each = (count + num_tiles - 1) / num_tiles, tile = rank / each;
   return {begin + tile * each, static_cast<Word>(rank % each | (min(each, count - tile * each) - 1) << 16)};
@@ -399,7 +399,7 @@ __device__ inline void StorePiece(unsigned char* rows, const Place& place, int p
   *reinterpret_cast<uint4*>(rows + at + (piece % 8 ^ place.Row() % 8) * 16) = value;
 }
 
-// What a row chooses: its kTopK largest logits, the lower index first if they are equal, and their softmax.
+// A row's choices: the kTopK largest logits, of equal ones the lower index first, and their softmax.
 struct Choice {
   int ids[kTopK];
   float weights[kTopK];
@@ -409,7 +409,7 @@ struct Choice {
 __device__ inline Choice Choose(const float* logits, int num_experts) {
   constexpr int kEach = kMostExperts / 32;
   const int lane = threadIdx.x % 32;
-  Word own[kEach];  // in the order of the logits; what is not a number comes first, and spoils its row
+  Word own[kEach];  // in the order of the logits; NaN comes first, so that its row's results are NaN
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     own[i] = 0;
@@ -454,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouterThreads) peagle_route
     int rows_a_block, float* logits, float* scales) {
   using namespace tiles;
   constexpr int kPieces = kInputs / 8, kEach = (kPieces + kRouterThreads - 1) / kRouterThreads, kSums = kExpertsABlock + 1;
-  __shared__ float partial[2][kRouterThreads / 32][kSums];  // in turns
+  __shared__ float partial[2][kRouterThreads / 32][kSums];  // used alternately
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, first = blockIdx.y * kExpertsABlock;
   const int begin = blockIdx.x * rows_a_block, end = min(rows, begin + rows_a_block);
   uint4 matrix[kEach][8], norms[kEach];
@@ -526,8 +526,8 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouterThreads) peagle_choos
     }
 }
 
-// Few rows, up to kFewRowsRouted: what they choose by their logits [T, E], as peagle_choose, but for the ids; places [pairs]
-// (-1: no expert), tiles and normalised rows. A block for each pair.
+// Up to kFewRowsRouted rows: their choices by their logits [T, E], as peagle_choose, without the ids; places [pairs] (-1: no
+// expert), tiles and normalised rows. A block for each pair.
 extern "C" __global__ void __launch_bounds__(tiles::kRouteFewThreads) peagle_route_few(
     const Half* x, const Half* norm, const float* scales, const float* logits, const int* positions, int pairs,
     int num_experts, tiles::Widths widths, float* weights, tiles::Tile* all_tiles, int* num_tiles, int* order,

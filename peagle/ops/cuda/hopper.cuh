@@ -1,5 +1,5 @@
-// What the kernels of Hopper GPUs (experts_hopper.cu) use of their instructions. The tests compile these kernels for the CPU,
-// with their own functions in place of those under __CUDACC_RTC__.
+// The instructions of Hopper GPUs that experts_hopper.cu uses. The tests compile its kernels for the CPU, with their own
+// functions in place of those under __CUDACC_RTC__.
 
 namespace tiles {
 
@@ -8,8 +8,8 @@ using Policy = unsigned long long;
 
 #if defined(__CUDACC_RTC__)
 
-// A grid launched with programmatic serialisation begins while the one before it still runs. WaitForGrid: until all of that
-// one, and of those before, is done and visible. LetNextBegin: the next grid may begin.
+// A grid launched with programmatic serialisation begins while the grid before still runs. WaitForGrid: waits until all
+// grids before are done and their results are visible. LetNextBegin: the next grid may begin.
 __device__ inline void WaitForGrid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ inline void LetNextBegin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -88,7 +88,7 @@ __device__ inline void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// Whether this is the one thread of its warp that issues copies: told so, the compiler makes no loop of them.
+// Whether this is the one thread of its warp that issues copies. With this instruction the compiler makes no loop of them.
 __device__ inline bool IsElected() {
   Word elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));

@@ -108,7 +108,7 @@ struct Driver {
   }
 };
 
-// A kernel of experts_hopper.cu for both products, by the most rows of an expert that it is for.
+// The kernels of experts_hopper.cu for both products, for up to that many rows of an expert.
 struct TileKernels {
   CUfunc_st *gate_up, *down;
   tiles::Widths widths;
@@ -246,7 +246,7 @@ class Launcher {
     Launch({{x, y, z}, {threads, 1, 1}, shared_bytes, stream_, nullptr, 0}, kernel, arguments);
   }
 
-  // As Launch, of a kernel that waits for the one before by itself: it may begin while that still runs.
+  // As Launch, for a kernel that itself waits for the kernel before, and so may begin while that still runs.
   void LaunchEarly(CUfunc_st* kernel, unsigned x, unsigned y, unsigned threads, unsigned shared_bytes,
                    std::initializer_list<void*> arguments) {
     LaunchAttribute early = {kProgrammaticSerialization, 0, {1}};
@@ -322,8 +322,7 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   return on.Error();
 }
 
-// The kernels of experts_hopper.cu. Scratch: the pairs' rows, what gate_up makes of them, what down makes of that, and small
-// tables.
+// The kernels of experts_hopper.cu. Scratch: the pairs' rows, the results of gate_up and of down, and small tables.
 ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer router, AnyBuffer router_bias,
                        AnyBuffer positions, AnyBuffer gate_up, AnyBuffer gate_up_bias, AnyBuffer down, AnyBuffer down_bias,
                        AnyBuffer next_norm, Out result, Out next_rows, Out rows_scratch, Out hidden_scratch,
@@ -417,7 +416,7 @@ ffi::Error Linear(Stream stream, AnyBuffer x, AnyBuffer weights, AnyBuffer bias,
   PEAGLE_EXPECT(out, BF16, T, N);
   Launcher on;
   if (ffi::Error error = on.Open(stream); error.failure()) return error;
-  // twice the outputs a block once these are blocks for half of a large GPU's multiprocessors
+  // twice the outputs per block, if that still makes blocks for half of a large GPU's multiprocessors
   const bool wide = N % (2 * kLinearOutputs) == 0 && N / (2 * kLinearOutputs) >= kLinearManyBlocks;
   void *x_at = Address(x), *weights_at = Address(weights), *out_at = Address(out);
   void* bias_at = bias.element_count() == 0 ? nullptr : Address(bias);
@@ -475,7 +474,7 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
   void *partial_at = Address(partial), *peaks_at = Address(peaks), *totals_at = Address(totals);
   int rows = T, width = M, heads = N, kv_heads = G;
   if (splits > 0) {
-    int64_t blocks = splits;  // fewer, each of several splits, where there are many sequences
+    int64_t blocks = splits;  // with many sequences fewer, each for several splits
     while (blocks > 1 && blocks / 2 * B * G * tiles >= kBlocksWanted) blocks /= 2;
     int num_splits = splits;
     on.Launch(on.kernels.attend, blocks, B * G, kThreads,

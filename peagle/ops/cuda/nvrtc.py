@@ -1,6 +1,6 @@
 """Compile the CUDA kernels with NVRTC, NVIDIA's run-time compiler.
 
-It needs no GPU, and takes some seconds, so the machine code is cached in the user's cache directory by source,
+It takes some seconds and needs no GPU. The machine code is cached in the user's cache directory by source,
 architecture and compiler version.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.files import cache_directory, keep
+from peagle.ops.files import cache_directory, write_cached
 
 HERE = Path(__file__).parent
 NAMES = ("common.cuh", "linear.cu", "experts.cu", "attention.cu")
-HOPPER, HOPPER_NAMES = "sm_90a", ("experts_hopper.h", "hopper.cuh", "products", "experts_hopper.cu")  # of that GPU only
-WIDTHS = (8, 16, 32, 48, 64, 80, 96, 144)  # of the products of experts_hopper.h
+HOPPER, HOPPER_NAMES = "sm_90a", ("experts_hopper.h", "hopper.cuh", "products", "experts_hopper.cu")
+WIDTHS = (8, 16, 32, 48, 64, 80, 96, 144)  # N of Product<N>, which experts_hopper.h uses
 OPTIONS = (b"--std=c++17",)
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
@@ -40,7 +40,7 @@ def compile_kernels(architecture: str) -> bytes:
     with contextlib.suppress(OSError):
         return cached.read_bytes()
     cubin = _compile(nvrtc, source, options, architecture)
-    keep(cached, cubin)  # if this fails, the next run compiles again
+    write_cached(cached, cubin)  # if this fails, the next run compiles again
     return cubin
 
 
@@ -51,9 +51,10 @@ def sources(architecture: str) -> bytes:
 
 
 def products() -> str:
-    """Write Product<N>: sums [64, N] (+)= weights [64, 16] in a warpgroup's registers x rows [16, N] in shared memory.
+    """Generate Product<N>: sums [64, N] (+)= weights [64, 16] x rows [16, N], because its instruction names registers.
 
-    `rows` is a matrix descriptor; the first product of a sum has `add` 0. The instruction names every register.
+    Sums and weights are in a warpgroup's registers. `rows` is a matrix descriptor of shared memory; `add` is 0 in the
+    first product of a sum.
     """
     return "namespace tiles {\ntemplate <int N>\nstruct Product;\n" + "".join(map(_product, WIDTHS)) + "}\n"
 
@@ -95,7 +96,7 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes], architectu
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load NVRTC from NVIDIA's Python packages (JAX's for CUDA bring them), else the system's. Raises CudaError."""
+    """Load NVRTC from NVIDIA's Python packages, which JAX for CUDA needs, else from the system. Raises CudaError."""
     for name in [*_packaged(), *_NAMES]:
         try:
             return ctypes.CDLL(name)

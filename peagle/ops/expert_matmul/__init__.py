@@ -1,8 +1,8 @@
 """The mixture-of-experts feed-forward of GPT-OSS: one op, five layouts of its weights."""
 
 from peagle.ops.expert_matmul.api import expert_block, expert_mlp
-from peagle.ops.expert_matmul.cuda import tile
-from peagle.ops.expert_matmul.native import alternate
+from peagle.ops.expert_matmul.cuda import tiled_experts
+from peagle.ops.expert_matmul.native import to_panels
 from peagle.ops.expert_matmul.weights import (
     ExpandedExperts,
     Experts,
@@ -19,8 +19,8 @@ __all__ = [
     "NativeExperts",
     "PackedExperts",
     "TiledExperts",
-    "alternate",
     "expert_block",
     "expert_mlp",
-    "tile",
+    "tiled_experts",
+    "to_panels",
 ]

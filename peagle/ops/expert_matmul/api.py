@@ -1,19 +1,20 @@
-"""The public entries: choose a form by the layout and the number of rows."""
+"""The public entries: choose an implementation by the layout and the number of rows."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.collectives import Held, Ranks
+from peagle.ops.collectives import LocalExperts, Ranks
 from peagle.ops.cuda import not_taken
 from peagle.ops.cuda.calls import MAX_ROWS, TILED_TOP_K
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import cuda, native, reference
+from peagle.ops.expert_matmul.routing import Choices, route_dense, route_top_k
 from peagle.ops.expert_matmul.weights import (
-    ExpandedExperts,
     Experts,
     FusedExperts,
     NativeExperts,
@@ -24,7 +25,7 @@ from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, linear
 from peagle.ops.norm import Norm, rms_norm
 
-BLOCKED_ROWS = 256  # an estimate: below it, reading experts once each is as fast as by blocks, which read them twice
+BLOCKED_ROWS = 256  # estimated: with fewer rows, in_blocks, which reads an expert twice, gains nothing on a GPU
 DECODE_ROWS = 16  # the widest verify pass: one sequence with K = 15, or a batch with smaller K
 
 
@@ -46,22 +47,21 @@ def expert_block(
 
     Returns (y, next_norm(y) if the kernel computes it in passing, else None).
 
-    Rows of negative position are inactive, as in `linear`. Only the native kernels take NativeExperts, and only those
-    for Hopper GPUs TiledExperts. ranks: the experts are this rank's part; the ranks' outputs are summed, in float32,
-    before x is added.
+    Rows of negative position are inactive, as in `linear`. NativeExperts need the native kernels, TiledExperts those
+    for Hopper GPUs. ranks: `experts` is this rank's part; the ranks' outputs are summed, in float32, before x is added.
 
     Raises InputError if the named implementation does not run here or does not take these operands.
     """
     rows = x.reshape(-1, x.shape[-1])
-    of_rows = None if positions is None else positions.reshape(-1)
+    positions = None if positions is None else positions.reshape(-1)
     if isinstance(experts, TiledExperts):
         if implementation not in (None, "cuda"):
             raise InputError(f"the weights are laid out for the CUDA kernels; load them for {implementation!r}")
         assert not isinstance(router, PackedMatrix)
         assert (ranks, top_k) == (None, TILED_TOP_K)
-        y, normalised = cuda.tiled(rows, norm, router, router_bias, experts, swiglu_limit, of_rows, next_norm)
+        y, normalised = cuda.tiled(rows, norm, router, router_bias, experts, swiglu_limit, positions, next_norm)
         return y.reshape(x.shape), None if next_norm is None else normalised.reshape(x.shape)
-    held = None if ranks is None else ranks.held(experts.num_experts)
+    local = None if ranks is None else ranks.local_experts(experts.num_experts)
     if isinstance(experts, NativeExperts):
         if implementation not in (None, "native"):
             raise InputError(f"the weights are packed for the native kernels; load them for {implementation!r}")
@@ -69,14 +69,13 @@ def expert_block(
         operands = (rows, norm, router, router_bias, experts, top_k, swiglu_limit, positions)
         if ranks is None:
             return native.routed(*operands).reshape(x.shape), None
-        out = native.routed(*operands, held=held, residual=False, dtype=jnp.float32)
+        out = native.routed(*operands, local=local, residual=False, dtype=jnp.float32)
     else:
         rows = rms_norm(rows, norm.weight, norm.epsilon)
         logits = linear(rows, router, router_bias, implementation=implementation)
         dtype = x.dtype if ranks is None else jnp.dtype(jnp.float32)
-        out = expert_mlp(
-            rows, logits, experts, top_k, swiglu_limit, of_rows, implementation=implementation, held=held, dtype=dtype
-        )
+        options: Any = {"implementation": implementation, "local": local, "dtype": dtype}
+        out = expert_mlp(rows, logits, experts, top_k, swiglu_limit, positions, **options)
     if ranks is None:
         return x + out.reshape(x.shape), None
     return (x.astype(jnp.float32) + ranks.reduce(out.reshape(x.shape))).astype(x.dtype), None
@@ -91,13 +90,13 @@ def expert_mlp(
     positions: Int[Array, " T"] | None = None,
     *,
     implementation: Implementation | None = None,
-    held: Held | None = None,
+    local: LocalExperts | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
     """Sum softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e) over the top_k selected experts e.
 
     All layouts give the same function, in `dtype` (default: x's), except NativeExperts and TiledExperts, which only
-    `expert_block` takes. held: sum only over these experts, the ones in `experts`. Rows of negative position are
+    `expert_block` takes. local: `experts` holds only these; sum over them alone. Rows of negative position are
     inactive, as in `linear`; the CUDA kernels skip them, and XLA on CPU if they are many. Raises InputError as
     `expert_block` does.
     """
@@ -105,66 +104,32 @@ def expert_mlp(
         raise TypeError("the kernels compute these experts with their norm and router; call expert_block")
     if implementation == "native":
         raise InputError("the weights are not packed for the native kernels; load them for 'native'")
-    if implementation == "cuda":
-        if not isinstance(experts, PackedExperts) or not cuda.takes(x, experts):
-            raise not_taken(f"MXFP4 experts, bfloat16 activations and up to {MAX_ROWS} rows")
-        return cuda.routed(x, router_logits, experts, top_k, swiglu_limit, positions, held=held, dtype=dtype)
+    in_cuda = implementation != "xla" and isinstance(experts, PackedExperts) and cuda.takes(x, experts)
+    if implementation == "cuda" and not in_cuda:
+        raise not_taken(f"MXFP4 experts, bfloat16 activations and up to {MAX_ROWS} rows")
+    dtype = x.dtype if dtype is None else dtype
     if isinstance(experts, FusedExperts):
-        return reference.fused(x, router_logits, experts, top_k, swiglu_limit, held=held, dtype=dtype)
-    first = None if held is None else held.first
-    elsewhere = functools.partial(_elsewhere, top_k=top_k, limit=swiglu_limit, dtype=dtype, positions=positions)
-    on_gpu = functools.partial(
-        _on_gpu, top_k=top_k, limit=swiglu_limit, dtype=dtype, positions=positions, implementation=implementation
-    )
-    out: jax.Array = jax.lax.platform_dependent(x, router_logits, experts, first, cuda=on_gpu, default=elsewhere)
-    return out
+        return reference.fused(x, route_dense(router_logits, top_k, local), experts, swiglu_limit).astype(dtype)
+    choices = route_top_k(router_logits, top_k, local, positions)
 
+    def run(form: reference.Form, x: jax.Array, choices: Choices, experts: Any) -> jax.Array:
+        return form(x, choices, experts, swiglu_limit).astype(dtype)
 
-def _on_gpu(
-    x: Float[Array, "T D"],
-    router_logits: Float[Array, "T E"],
-    experts: PackedExperts | ExpandedExperts,
-    first: Int[Array, ""] | None,
-    *,
-    top_k: int,
-    limit: float,
-    dtype: DTypeLike | None,
-    positions: Int[Array, " T"] | None,
-    implementation: Implementation | None,
-) -> Float[Array, "T D"]:
-    held = None if first is None else Held(first, experts.num_experts)
-    if isinstance(experts, PackedExperts):
-        if implementation != "xla" and cuda.takes(x, experts):
-            return cuda.routed(x, router_logits, experts, top_k, limit, positions, held=held, dtype=dtype)
-        if x.shape[0] <= DECODE_ROWS:
-            return reference.all_pairs(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
+    if implementation == "cuda":
+        return run(cuda.routed, x, choices, experts)
+    few_choices = choices.ids.size < experts.num_experts  # sorting them costs more than dequantising an expert for each
+    elsewhere: reference.Form = reference.selected if few_choices else reference.grouped
     # Not `grouped`: a GPU waits for the host at each turn of a loop of dynamic length, and there would be hundreds.
-    if _few(x, experts, top_k):
-        form = reference.selected
+    on_gpu: reference.Form = reference.all_experts_in_turn
+    if in_cuda:
+        on_gpu = cuda.routed
+    elif isinstance(experts, PackedExperts) and x.shape[0] <= DECODE_ROWS:
+        on_gpu = reference.all_pairs
+    elif few_choices:
+        on_gpu = reference.selected
     elif x.shape[0] >= BLOCKED_ROWS and 2 * top_k < experts.num_experts:
-        form = reference.in_blocks
-    else:
-        form = reference.each_expert_once
-    return form(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
-
-
-def _elsewhere(
-    x: Float[Array, "T D"],
-    router_logits: Float[Array, "T E"],
-    experts: PackedExperts | ExpandedExperts,
-    first: Int[Array, ""] | None,
-    *,
-    top_k: int,
-    limit: float,
-    dtype: DTypeLike | None,
-    positions: Int[Array, " T"] | None,
-) -> Float[Array, "T D"]:
-    held = None if first is None else Held(first, experts.num_experts)
-    if _few(x, experts, top_k):
-        return reference.selected(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
-    return reference.grouped(x, router_logits, experts, top_k, limit, positions, held=held, dtype=dtype)
-
-
-def _few(x: Float[Array, "T D"], experts: PackedExperts | ExpandedExperts, top_k: int) -> bool:
-    """Check if rows are so few that dequantising an expert per choice costs less than sorting choices by expert."""
-    return x.shape[0] * top_k < experts.num_experts
+        on_gpu = reference.in_blocks
+    out: jax.Array = jax.lax.platform_dependent(
+        x, choices, experts, cuda=functools.partial(run, on_gpu), default=functools.partial(run, elsewhere)
+    )
+    return out

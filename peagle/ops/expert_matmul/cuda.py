@@ -2,14 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
 from peagle.ops import cuda
-from peagle.ops.collectives import Held
 from peagle.ops.cuda import calls
 from peagle.ops.cuda.pack import LARGEST_SCALE, pack
-from peagle.ops.expert_matmul.routing import route_top_k
+from peagle.ops.expert_matmul.routing import Choices, combine
 from peagle.ops.expert_matmul.weights import PackedExperts, TiledExperts
 from peagle.ops.norm import Norm
 
@@ -21,37 +19,29 @@ def takes(x: jax.Array, experts: PackedExperts) -> bool:
     return x.shape[0] <= calls.MAX_ROWS and x.dtype == experts.gate_up_bias.dtype == jnp.bfloat16
 
 
-def routed(
-    x: BFloat16[Array, "T D"],
-    router_logits: Float[Array, "T E"],
-    experts: PackedExperts,
-    top_k: int,
-    limit: float,
-    positions: Int[Array, " T"] | None = None,
-    *,
-    held: Held | None = None,
-    dtype: DTypeLike | None = None,
-) -> Float[Array, "T D"]:
-    """See `expert_mlp`. T is at most calls.MAX_ROWS. The output of an inactive row is 0.
+def routed(x: BFloat16[Array, "T D"], choices: Choices, experts: PackedExperts, limit: float) -> Float[Array, "T D"]:
+    """Compute a `reference.Form` in float32. T is at most calls.MAX_ROWS.
 
-    Experts that only inactive rows or other ranks' choices select are not read. A row's bits depend neither on the
-    other rows nor on their number.
+    Experts that no id selects are not read. A row's bits depend neither on the other rows nor on their number.
     """
-    ids, weights = route_top_k(router_logits, top_k, held)
-    if positions is not None:
-        ids = jnp.where(positions[:, None] >= 0, ids, experts.num_experts)
     gate_up = experts.gate_up_blocks, experts.gate_up_scales, experts.gate_up_bias
     down = experts.down_blocks, experts.down_scales, experts.down_bias
-    out = calls.experts(x, ids, gate_up, down, limit=limit)
-    weighted = jnp.where((ids < experts.num_experts)[:, :, None], out * weights[:, :, None], 0.0)
-    return jnp.sum(weighted, axis=1).astype(dtype or x.dtype)
+    outputs = calls.experts(x, choices.ids, gate_up, down, limit=limit)
+    return combine(outputs, choices, experts.num_experts)
 
 
-def tile(experts: PackedExperts, top_k: int) -> PackedExperts | TiledExperts:
+def tiled_experts(experts: PackedExperts, top_k: int) -> PackedExperts | TiledExperts:
     """Lay out a layer's experts for a Hopper GPU; unchanged if its kernels do not run here or do not take them."""
-    if not takes_tiles(experts, top_k):
-        return experts
-    if max(int(scales.max()) for scales in (experts.gate_up_scales, experts.down_scales)) > LARGEST_SCALE:
+    (num_experts, outputs), width = experts.gate_up_bias.shape, experts.down_bias.shape[1]
+    takes = (
+        (outputs, width, top_k) == (2 * calls.TILED_WIDTH, calls.TILED_WIDTH, calls.TILED_TOP_K)
+        and num_experts <= calls.TILED_EXPERTS
+        and num_experts % 8 == 0
+        and experts.gate_up_bias.dtype == jnp.bfloat16
+        and cuda.has_tiles()
+        and max(int(scales.max()) for scales in (experts.gate_up_scales, experts.down_scales)) <= LARGEST_SCALE
+    )
+    if not takes:
         return experts
     return TiledExperts(
         _pack(experts.gate_up_blocks, experts.gate_up_scales),
@@ -62,18 +52,6 @@ def tile(experts: PackedExperts, top_k: int) -> PackedExperts | TiledExperts:
 
 
 _pack = jax.jit(pack)
-
-
-def takes_tiles(experts: PackedExperts, top_k: int) -> bool:
-    """Check that the kernels for Hopper GPUs run here and take experts of such shapes."""
-    (num_experts, outputs), width = experts.gate_up_bias.shape, experts.down_bias.shape[1]
-    return (
-        (outputs, width, top_k) == (2 * calls.TILED_WIDTH, calls.TILED_WIDTH, calls.TILED_TOP_K)
-        and num_experts <= calls.TILED_EXPERTS
-        and num_experts % 8 == 0
-        and experts.gate_up_bias.dtype == jnp.bfloat16
-        and cuda.has_tiles()
-    )
 
 
 def tiled(

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from peagle.ops import native
-from peagle.ops.collectives import Held
+from peagle.ops.collectives import LocalExperts
 from peagle.ops.expert_matmul.weights import NativeExperts
 from peagle.ops.linear.packed import ROWS, PackedMatrix, num_panels
 from peagle.ops.norm import Norm
@@ -23,11 +23,11 @@ def routed(
     limit: float,
     positions: jax.Array | None = None,
     *,
-    held: Held | None = None,
+    local: LocalExperts | None = None,
     residual: bool = True,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
-    """See `expert_block`; without `residual` x is not added. held, dtype: as in `expert_mlp`.
+    """See `expert_block`; without `residual` x is not added. local, dtype: as in `expert_mlp`.
 
     Each selected expert is read once for all its rows. A row's experts are added in ascending order, so its bits do not
     depend on other rows.
@@ -46,7 +46,7 @@ def routed(
         native.optional(experts.down.scales, jnp.uint8),
         experts.down_bias,
         native.optional(positions, jnp.int32),
-        native.optional(None if held is None else held.first, jnp.int32),
+        native.optional(None if local is None else local.first, jnp.int32),
         num_experts=np.int64(router.outputs),
         top_k=np.int64(top_k),
         residual=np.bool_(residual),
@@ -57,10 +57,10 @@ def routed(
     return out
 
 
-def alternate(interleaved: np.ndarray) -> np.ndarray:
+def to_panels(interleaved: np.ndarray) -> np.ndarray:
     """Reorder rows gate, up, gate, up, ... to whole panels: 16 gates, their 16 ups, and so on.
 
-    [..., 2F, *rest] becomes [..., 2 * 16 * ceil(F/16), *rest]. The row axis is axis 1; `rest` are the axes after it.
+    [E, 2F, *rest] becomes [E, 2 * 16 * ceil(F/16), *rest].
     """
     lead, rest = interleaved.shape[:1], interleaved.shape[2:]
     hidden = interleaved.shape[1] // 2

@@ -1,4 +1,4 @@
-"""Multiplication by a weight matrix: one op, two layouts of its weights, on one device or several."""
+"""Multiply by a weight matrix: one op, two layouts of its weights, on one device or several."""
 
 from peagle.ops.linear.api import embed, linear
 from peagle.ops.linear.packed import PackedMatrix, arrange, arrange_embedding, as_matrix, take_outputs

@@ -18,7 +18,7 @@ from peagle.ops.linear.packed import PackedMatrix
 from peagle.ops.linear.split import SplitMatrix
 from peagle.ops.norm import Norm, rms_norm
 
-FEW = 8  # tokens, as many as most steps embed; each is an operation of its own
+FEW = 8  # tokens that `embed` slices one by one; most steps embed no more
 
 
 def linear(
@@ -32,15 +32,15 @@ def linear(
     reduce: Reduce | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "... outputs"]:
-    """Multiply x, normalised first if there is a norm, by the weight; add the bias and the residual; in x's dtype.
+    """Multiply x, after the norm if there is one, by the weight; add the bias and the residual; return x's dtype.
 
-    An array is [inputs, outputs]. Rows of negative position are inactive: ignore their output, which is finite. A
-    PackedMatrix runs in the native kernels, which skip inactive rows; every other row's bits depend on that row and the
-    weights alone, not on the number of rows. On a GPU a CUDA kernel multiplies up to 16 rows of bfloat16, unless the
-    implementation is "xla".
+    weight: an array [inputs, outputs]; a PackedMatrix, which runs in the native kernels; or a SplitMatrix, whose
+    outputs are on several devices (then without reduce, residual and bias). Rows of negative position are inactive:
+    ignore their output, which is finite. The native kernels skip them, and the bits of another row depend only on that
+    row and the weights. On a GPU a CUDA kernel multiplies up to 16 rows of bfloat16, unless the implementation is
+    "xla".
 
-    reduce sums the ranks' products, in float32, before the residual is added; the weight holds this rank's inputs of a
-    larger one. A SplitMatrix, which has the outputs of several devices, takes no reduce, residual or bias.
+    reduce: sums the ranks' products, in float32, before the residual is added; the weight holds this rank's inputs.
     """
     if isinstance(weight, SplitMatrix):
         assert (bias, residual, reduce) == (None, None, None)
@@ -86,7 +86,7 @@ def _product(
 
 @jax.custom_jvp
 def _of_few_rows(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Multiply in the CUDA kernel on a GPU, and in XLA elsewhere. Gradients are XLA's."""
+    """Multiply in the CUDA kernel on a GPU, in XLA elsewhere. Gradients are XLA's."""
     on_xla = functools.partial(_on_xla, dtype=x.dtype)
     out: jax.Array = jax.lax.platform_dependent(x, weight, bias, residual, cuda=cuda.product, default=on_xla)
     return out
@@ -107,14 +107,14 @@ def _on_xla(
 
 
 def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, positions: jax.Array | None) -> jax.Array:
-    """Multiply by each device's part, and gather the products once."""
+    """Multiply by each device's part, then gather the products."""
 
     def of_rank(
         parts: jax.Array | PackedMatrix, x: jax.Array, scale: jax.Array | None, positions: jax.Array | None
     ) -> jax.Array:
-        mine = jax.tree.map(lambda leaf: leaf[0], parts)
+        part = jax.tree.map(lambda leaf: leaf[0], parts)
         scaled = None if norm is None or scale is None else norm._replace(weight=scale)
-        product = _product(x, mine, None, scaled, None, positions, x.dtype, None)
+        product = _product(x, part, None, scaled, None, positions, x.dtype, None)
         return Ranks(weight.axis, weight.mesh.size).gather(product, weight.outputs)
 
     same = PartitionSpec()
@@ -129,7 +129,7 @@ def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> F
     """Look up the tokens' rows in the table [V, width], in `dtype`.
 
     A table of uint16 holds the bits of bfloat16, because XLA on CPU would convert a whole bfloat16 table to gather from
-    it. XLA also costs a gather by the whole table and splits it over threads, which takes longer than a few slices.
+    it. Few tokens are sliced one by one: XLA estimates a gather by the size of the table, and splits it over threads.
     """
     if table.dtype == jnp.uint16 and token_ids.size <= FEW:
         flat = token_ids.reshape(-1)

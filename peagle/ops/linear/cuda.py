@@ -17,7 +17,7 @@ def takes(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax
         and inputs % 16 == 0
         and outputs % calls.LINEAR_OUTPUTS == 0
         and x.dtype == weight.dtype == jnp.bfloat16
-        and all(more is None or more.dtype == jnp.bfloat16 for more in (bias, residual))
+        and all(addend is None or addend.dtype == jnp.bfloat16 for addend in (bias, residual))
         and cuda.available()
     )
 
@@ -25,5 +25,5 @@ def takes(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax
 def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
     """Multiply x [..., K] by the weight [K, N]; add the bias and the residual."""
     rows = x.reshape(-1, x.shape[-1])
-    more = None if residual is None else residual.reshape(-1, weight.shape[1])
-    return calls.linear(rows, weight, bias, more).reshape(*x.shape[:-1], weight.shape[1])
+    addend = None if residual is None else residual.reshape(-1, weight.shape[1])
+    return calls.linear(rows, weight, bias, addend).reshape(*x.shape[:-1], weight.shape[1])

@@ -1,15 +1,15 @@
-"""Packed matrices: weights in the order in which the native kernels read them (peagle/ops/native/kernels.h).
+"""Pack matrices in the order in which the native kernels read them (peagle/ops/native/kernels.h).
 
-A matrix is cut into panels of 16 output rows (BLIS's micro-panels), the row within the panel last, so that one vector
-register holds one input's weights for 16 outputs. Zero rows fill the last panel.
+A matrix is cut into panels of 16 output rows (BLIS's micro-panels). The row within the panel is the last axis, so that
+one vector register holds one input's weights for 16 outputs. Zero rows fill the last panel.
 
     float32     [panels, inputs, 16]
     bfloat16    [panels, inputs/2 rounded up, 16, 2]: neighbouring inputs of a row share 32 bits
     MXFP4       uint32 [panels, inputs/8, 16]: eight neighbouring codes of a row, the first in the lowest four bits;
                 scales uint8 [panels, inputs/32, 16]
 
-Bfloat16 and MXFP4 values are multiplied exactly and summed in float32, whatever dtype the activations have. So a
-checkpoint's bfloat16 weights stay bfloat16, and give the result of float32 weights.
+Bfloat16 and MXFP4 values are multiplied exactly and summed in float32, for any dtype of activations. So bfloat16
+weights stay bfloat16, and give the same result as float32 weights.
 """
 
 import flax.struct
@@ -27,10 +27,10 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @flax.struct.dataclass
 class PackedMatrix:
-    """One weight matrix, or several of one shape (experts: one more leading dimension)."""
+    """One weight matrix, or those of all experts, with a leading axis."""
 
     data: jax.Array
-    scales: jax.Array | None  # in MXFP4
+    scales: jax.Array | None  # of MXFP4
     inputs: int = flax.struct.field(pytree_node=False)
     outputs: int = flax.struct.field(pytree_node=False)
 
@@ -76,7 +76,7 @@ def _fill(panels: np.ndarray, rows: np.ndarray) -> None:
 
 
 def packed_matrix(data: np.ndarray, inputs: int, outputs: int, scales: np.ndarray | None = None) -> PackedMatrix:
-    """Move a pack function's result to the device. It may share the arrays' memory: do not write to them any more."""
+    """Move packed arrays to the device. It may share their memory: do not write to them afterwards."""
     return PackedMatrix(to_device(data), None if scales is None else to_device(scales), inputs, outputs)
 
 
@@ -90,7 +90,7 @@ def unpack_floats(packed: PackedMatrix) -> np.ndarray:
 
 
 def as_matrix(weight: jax.Array | PackedMatrix) -> np.ndarray:
-    """Return the weight [inputs, outputs] on the host, from either layout."""
+    """Return the weight [inputs, outputs] on the host."""
     return unpack_floats(weight).T if isinstance(weight, PackedMatrix) else np.asarray(weight)
 
 
@@ -102,7 +102,7 @@ def take_outputs(weight: jax.Array | PackedMatrix, outputs: np.ndarray) -> jax.A
 
 
 def arrange(rows: np.ndarray, dtype: DTypeLike, implementation: Implementation | None) -> jax.Array | PackedMatrix:
-    """Arrange a checkpoint's matrix [outputs, inputs] for `linear` with activations of `dtype`.
+    """Lay out a checkpoint's matrix [outputs, inputs] for `linear` with activations of `dtype`.
 
     Returns [inputs, outputs] in that dtype; for "native" a packed matrix, in which bfloat16 stays bfloat16.
     """
@@ -113,9 +113,9 @@ def arrange(rows: np.ndarray, dtype: DTypeLike, implementation: Implementation |
 
 
 def arrange_embedding(table: np.ndarray, dtype: DTypeLike, implementation: Implementation | None) -> jax.Array:
-    """Arrange a table for `embed`: in `dtype`; for "native", as bfloat16 bits if it is stored or requested so.
+    """Lay out a table for `embed`: in `dtype`; for "native", as bfloat16 bits if it is stored or requested so.
 
-    The result may share the table's memory: do not write to it any more.
+    The result may share the table's memory: do not write to it afterwards.
     """
     bits = implementation == "native" and BFLOAT16 in (table.dtype, np.dtype(dtype))
     # aligned, because the device copies an unaligned array later and holds both copies until then

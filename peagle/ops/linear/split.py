@@ -1,4 +1,4 @@
-"""A matrix whose outputs are cut over the devices of a mesh: each multiplies by its part, and all get every output."""
+"""Shard a matrix's outputs over the devices of a mesh. Each multiplies by its part; all get every output."""
 
 from typing import Any
 
@@ -12,10 +12,7 @@ from peagle.ops.linear.packed import ROWS, PackedMatrix, num_panels
 
 @flax.struct.dataclass
 class SplitMatrix:
-    """Every leaf of `parts` is [rank, *its local shape]; zeros fill the outputs after the last one.
-
-    mesh: of one axis.
-    """
+    """A sharded matrix. Leaves of `parts` are [rank, *local shape], padded with zero outputs. mesh: of one axis."""
 
     parts: jax.Array | PackedMatrix
     outputs: int = flax.struct.field(pytree_node=False)
@@ -27,7 +24,7 @@ class SplitMatrix:
 
 
 def split_outputs(weight: jax.Array | PackedMatrix, mesh: Mesh) -> SplitMatrix:
-    """Cut the outputs of a weight over the devices of a mesh, those of a packed matrix in whole panels.
+    """Shard the outputs of a weight over the devices of a mesh; those of a packed matrix in whole panels.
 
     Example: 101 outputs over 4 devices are 26, 26, 26 and 23, or, packed, 32, 32, 32 and 5.
     """
@@ -40,13 +37,13 @@ def split_outputs(weight: jax.Array | PackedMatrix, mesh: Mesh) -> SplitMatrix:
 
 
 def _split(leaf: jax.Array, axis: int, width: int, mesh: Mesh) -> jax.Array:
-    """Put `width` entries of an axis on each device; zeros fill the last ones."""
+    """Put `width` entries of an axis on each device; pad the last with zeros."""
     whole = np.asarray(leaf).swapaxes(0, axis)
 
     def part(index: Any) -> np.ndarray:
         start = (index[0].start or 0) * width
-        mine = whole[start : start + width]
-        filled = np.pad(mine, [(0, width - len(mine)), *[(0, 0)] * (whole.ndim - 1)])
+        entries = whole[start : start + width]
+        filled = np.pad(entries, [(0, width - len(entries)), *[(0, 0)] * (whole.ndim - 1)])
         return np.ascontiguousarray(filled.swapaxes(0, axis))[None]
 
     shape = list(leaf.shape)

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, called through XLA's FFI, and which of them this machine runs.
+"""Call the compiled CPU kernels through XLA's FFI, for the instruction set of this machine.
 
     kernels.h                   their interface: what each computes
     linear.cc experts.cc attention.cc rope.cc likeliest.cc draw.cc   the kernels
@@ -6,10 +6,10 @@
     ffi.cc thread_team.h        XLA's entry: checks shapes, shares work among threads
     build.py                    compiles them
 
-Only the ops of peagle.ops call these, for weights in packed matrices (peagle.ops.linear).
+Only the ops of peagle.ops call them, for weights in packed matrices (peagle.ops.linear).
 
-    PEAGLE_KERNELS          an instruction set, whose kernels then run or raise an error; or xla, for XLA's own code
-    PEAGLE_KERNELS_DIR      the folder of another build of the libraries, in place of this one
+    PEAGLE_KERNELS          an instruction set, whose kernels run or raise an error; or xla, for XLA's own code
+    PEAGLE_KERNELS_DIR      the folder of another build of the libraries
 """
 
 import ctypes
@@ -34,7 +34,7 @@ XLA = "xla"
 
 @functools.cache
 def status() -> tuple[str | None, str]:
-    """Choose the kernels once; return (their instruction set or None for XLA's own code, one line that says which).
+    """Choose the kernels once; return (their instruction set or None for XLA's own code, a line with the reason).
 
     Raises InputError if PEAGLE_KERNELS names kernels that do not run here.
     """
@@ -54,14 +54,14 @@ def wants_xla() -> bool:
 
 
 def available() -> bool:
-    """Whether the native kernels run here: the backend is CPU, they are compiled, and PEAGLE_KERNELS is not xla."""
+    """Whether the native kernels run here: on a CPU, compiled, and not disabled by PEAGLE_KERNELS."""
     return status()[0] is not None
 
 
 def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
     """Call a kernel; return its results, of the shapes in `result`.
 
-    in_place maps an operand to the result that reuses its memory. Raises InputError if the kernels do not run here.
+    in_place: maps an operand to the result that reuses its memory. Raises InputError if the kernels do not run here.
     """
     isa, line = status()
     if isa is None:
@@ -72,12 +72,12 @@ def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None
 
 
 def optional(values: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Make the operand of an optional vector: its values in `dtype`, or an empty array."""
+    """Make the operand for an optional vector: its values in `dtype`, or an empty array."""
     return jnp.zeros((0,), dtype) if values is None else values.astype(dtype).reshape(-1)
 
 
 def _choose(choice: str) -> tuple[str | None, str]:
-    """Return (the instruction set or None, the reason for None or a note on the set)."""
+    """Return (the instruction set, or None; a note on the set, or the reason for None)."""
     if jax.default_backend() != "cpu":
         return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
     built = [isa for isa in instruction_sets() if _library(isa).exists()]

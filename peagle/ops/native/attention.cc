@@ -12,7 +12,7 @@
 namespace peagle {
 namespace {
 
-// Each lane takes lane place(lane) of a, or of b after a's last.
+// Lane i = lane place(i) of a and b, concatenated.
 template <class Place, int32_t... lane>
 PEAGLE_INLINE Floats Pick(Floats a, Floats b, Place place, std::integer_sequence<int32_t, lane...>) {
 #if defined(__clang__)
@@ -71,8 +71,8 @@ struct Places {
   int64_t at[kStretch];
 };
 
-// One query head at one position, and its intermediate results. All sums go in the order of positions, by tiles, so the
-// result depends on the position and on the keys and values that the query sees alone.
+// One query head of a row, and its intermediate results. All sums are in the order of positions, by tiles, so the result
+// depends only on the position and on the keys and values that the query sees.
 struct Query {
   int64_t oldest, newest;  // the positions it reads
   int64_t place;           // offset of its vector, and of its output
@@ -88,7 +88,7 @@ PEAGLE_INLINE bool Overlaps(const Query& query, int64_t position) {
 }
 
 // The scores of a tile: dot products of a query with kLanes keys. Inputs are multiplied lane by lane, kLanes at a time, then
-// the lanes are added by neighbours. The inputs after the last whole kLanes come last (Finish).
+// the lanes are added pairwise. Finish adds the inputs after the last whole kLanes.
 
 // kHead: the head's width if it is a constant, else 0
 template <bool kHalf, int kHead>
@@ -106,7 +106,7 @@ PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const int64_t*
   return SumEach(parts);
 }
 
-// Transposes a tile's keys to [head_dim][kLanes], without the inputs after the last whole kLanes: then a lane is a position,
+// Transposes a tile's keys to [head_dim][kLanes], without the inputs after the last whole kLanes. Then a lane is a position,
 // and several queries share the loads.
 template <bool kHalf>
 void TurnKeys(const void* keys, const int64_t* at, int64_t width, float* turned) {
@@ -221,11 +221,11 @@ void AddValues(const Query* queries, int64_t offset, const void* values, const i
       }
 }
 
-// Threads share the positions of each pair of sequence and kv head, rather than its queries, if there are fewer pairs than so
-// many for a thread, so many positions, and no more weights.
+// Threads divide the positions of a pair of sequence and kv head, rather than its queries, if there are fewer than kFewPairs
+// pairs for each thread, kLong positions or more, and at most kMostWeights weights.
 constexpr int64_t kFewPairs = 2, kLong = 256, kMostWeights = 1 << 20;
 
-constexpr int64_t kWorthTurning = 6;  // queries from which on transposing keys pays
+constexpr int64_t kWorthTurning = 6;  // from this many queries on, transposing the keys saves time
 constexpr int64_t kMostRows = 16;     // rows whose queries share a chunk
 
 // Queries of one sequence and one kv head, and what is common to them.
@@ -236,8 +236,8 @@ struct Group {
   int64_t first, last;     // of those that are computed: first is a multiple of kLanes
 };
 
-// Takes queries begin .. end - 1 of a pair of sequence and kv head, counted row by row and head by head. Those that read
-// nothing are done with.
+// Takes queries begin .. end - 1 of a pair of sequence and kv head, counted row by row and head by head. Queries that see
+// nothing get their output, zeros, here.
 template <bool kHalf>
 Group Gather(const Attention& op, int64_t pair, int64_t begin, int64_t end, Scratch& memory) {
   const int64_t repeat = op.heads / op.kv_heads, width = op.head_dim;
@@ -279,11 +279,11 @@ Group Gather(const Attention& op, int64_t pair, int64_t begin, int64_t end, Scra
 Places PlacesFrom(const Attention& op, const Group& group, int64_t position) {
   Places places;
   int64_t index = std::clamp(position, group.oldest, group.newest), at = op.At(group.sequence, index);
-  int64_t left = op.page_size - index % op.page_size;  // counted down: a division for each position takes as long as it
+  int64_t left = op.page_size - index % op.page_size;  // counted down, because divisions are slow
   for (int64_t i = 0; i < kStretch; ++i) {
     const int64_t next = std::clamp(position + i, group.oldest, group.newest);
     if (next != index) {
-      at += op.kv_heads;  // neighbours within a page lie one behind the other
+      at += op.kv_heads;  // positions of a page are consecutive
       if (--left == 0) at = op.At(group.sequence, next), left = op.page_size;
     }
     index = next;
@@ -292,8 +292,8 @@ Places PlacesFrom(const Attention& op, const Group& group, int64_t position) {
   return places;
 }
 
-// Scores of positions begin .. end - 1, begin being the group's first and multiples of kStretch behind it. A tile of keys is
-// fetched once for all queries.
+// Scores of positions begin .. end - 1; begin is a multiple of kStretch after the group's first. A tile of keys is loaded
+// once for all queries.
 template <bool kHalf>
 void ScorePositions(const Attention& op, const Group& group, int64_t begin, int64_t end) {
   const int64_t width = op.head_dim, count = group.count, first = group.first;
@@ -376,8 +376,8 @@ void Attend(const Attention& op, int64_t pair, int64_t begin, int64_t end) {
   SumColumns<kHalf>(op, group, 0, op.head_dim);
 }
 
-// Computes all queries by threads that share the positions of each pair for its scores, and its columns for its sums. So
-// each key and value is read by one thread, and few queries keep all threads busy.
+// Computes all queries. Threads divide the positions of a pair for its scores, and its columns for its sums, so one thread
+// reads a key or value, and few queries keep all threads busy.
 template <bool kHalf>
 void AttendTogether(const Attention& op, int64_t pairs, int64_t work, Parallel& parallel) {
   const int64_t queries = op.width * (op.heads / op.kv_heads);
@@ -464,7 +464,7 @@ void RunAttention(const Attention& op, Parallel& parallel) {
     op.bfloat16 ? AttendTogether<true>(op, pairs, work, parallel) : AttendTogether<false>(op, pairs, work, parallel);
     return;
   }
-  // queries per chunk: as many as keep their weights within 1 MB, or fewer if threads would stay idle
+  // queries per chunk: their weights fit into 1 MB, and there are chunks for all threads
   const int64_t most = std::clamp<int64_t>((1 << 18) / longest, repeat, kMostRows * repeat);
   const int64_t block = std::clamp<int64_t>((active * op.heads + shares - 1) / shares, 2, std::max<int64_t>(2, most));
   const int64_t blocks = (queries + block - 1) / block;

@@ -3,9 +3,9 @@
     python -m peagle.ops.native [--all]
 
 Installing the package runs this if there is a C++ compiler (hatch_build.py), so this module imports only the standard
-library. It compiles this machine's best instruction set and the portable one, which detects what a machine runs. --all,
-or PEAGLE_INSTRUCTION_SETS=all while installing, compiles every set, for tests and for wheels. Run the command after an
-installation without a compiler, or for another jaxlib. The CUDA kernels themselves are compiled at their first use
+library. It compiles this machine's best instruction set, and the portable one, which also detects what a machine runs.
+--all, or PEAGLE_INSTRUCTION_SETS=all while installing, compiles every set, for tests and wheels. Run the command after
+an installation without a compiler, or for another jaxlib. The CUDA kernels are compiled at their first use
 (peagle.ops.cuda).
 """
 
@@ -51,13 +51,13 @@ def library(isa: str, directory: Path = HERE) -> Path:
 
 
 def instruction_sets() -> dict[str, tuple[str, ...]]:
-    """List the instruction sets of this kind of machine, best first, with their compiler flags."""
+    """List the instruction sets of this processor architecture, best first, with their compiler flags."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return {**(_X86 if x86 else {}), "portable": ()}
 
 
 def sets_of_this_machine() -> dict[str, tuple[str, ...]]:
-    """Return the best of `instruction_sets` that this machine runs, and the portable one; all if unknown."""
+    """Return the best of `instruction_sets` that this machine runs, and the portable set; all if unknown."""
     sets = instruction_sets()
     try:
         flags = re.search(r"^flags\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
@@ -70,7 +70,7 @@ def sets_of_this_machine() -> dict[str, tuple[str, ...]]:
     return {isa: sets[isa] for isa in dict.fromkeys((best, "portable"))}
 
 
-def asked_for_all() -> bool:
+def wants_all() -> bool:
     """Whether PEAGLE_INSTRUCTION_SETS is "all". Raises BuildError for another value."""
     sets = os.environ.get(VARIABLE, "")
     if sets not in ("", "all"):
@@ -119,21 +119,18 @@ def build_launcher() -> list[Path]:
 
 
 def compile_library(path: Path, sources: list[Path], *flags: str) -> Path:
-    """Compile the sources to a shared library at `path`, whole or not at all; return the path.
-
-    Raises BuildError with the compiler's first error.
-    """
+    """Compile the sources to a shared library at `path`, whole or not at all; return the path. Raises BuildError."""
     cxx, include = compiler(), headers()
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     unique = () if "clang" in version else ("-fno-gnu-unique",)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     command = [cxx, *FLAGS, *unique, *flags, "-isystem", str(include), *map(str, sources), "-o", str(temporary)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
         temporary.unlink(missing_ok=True)
-        errors = [line for line in done.stderr.splitlines() if "error" in line]
-        said = errors[0] if errors else " ".join(done.stderr.split())[-300:]
-        raise BuildError(f"{cxx} failed: {said or f'exit status {done.returncode}, no message'}")
+        errors = [line for line in result.stderr.splitlines() if "error" in line]
+        message = errors[0] if errors else " ".join(result.stderr.split())[-300:]
+        raise BuildError(f"{cxx} failed: {message or f'exit status {result.returncode}, no message'}")
     os.replace(temporary, path)
     return path
 
@@ -143,7 +140,7 @@ def main(arguments: list[str]) -> int:
         print(f"peagle: {' '.join(arguments)!r} is no option of this; expected --all, or nothing", file=sys.stderr)
         return 2
     try:
-        for path in [*build(every=bool(arguments) or asked_for_all()), *build_launcher()]:
+        for path in [*build(every=bool(arguments) or wants_all()), *build_launcher()]:
             print(path)
     except BuildError as error:
         print(f"peagle: the native kernels were not built: {error}", file=sys.stderr)

@@ -29,8 +29,8 @@ PEAGLE_INLINE Words Mixed(Words bits) {
   return bits ^ (bits >> 16);
 }
 
-// The waiting time at a value of its distribution function, as `_waiting_time` in peagle/ops/draw.py. Never below `past`, up
-// to rounding.
+// The waiting time at a value of its distribution function, as `_waiting_time` in peagle/ops/draw.py. It is at least `past`,
+// up to rounding.
 float WaitingTime(float past) {
   if (past < 0x1p-7f) return past * (1 + past * (0.5f + past * (1 / 3.0f + past / 4)));
   return -std::log(1 - past);
@@ -45,7 +45,7 @@ Winner Race(const Draw& op, int64_t row, int64_t begin, int64_t end) {
   Ints odd = {};  // lanes that held a NaN
   Floats past[4], weight[4];
   Ints may[4];
-  // an exact waiting time takes long, and few can win: those that can even if they wait for `past` alone
+  // Exact waiting times take long. Compute them only for tokens that would win if they waited for `past`, the least time.
   const auto test = [&](int part, int64_t at, Floats values) {
     const Words ids = op.token_ids == nullptr ? lane_ids + static_cast<uint32_t>(at)
                                               : LoadFirst<Words>(op.token_ids + at, end - at);

@@ -17,7 +17,7 @@ struct Choice {
   float weight;
 };
 
-// The held experts that any row selected, in ascending order, each with its rows; numbered from the first one held.
+// The local experts that any row selected, in ascending order, each with its rows. Numbers count from the first local one.
 struct Routing {
   int64_t *expert, *begin;  // expert i's choices are begin[i] .. begin[i + 1] - 1
   Choice* choices;
@@ -37,9 +37,9 @@ void Select(const float* logits, int64_t num_experts, int64_t top_k, int64_t* ch
 
 Routing Route(const Experts& op, const ActiveRows& active, const float* all_logits, Scratch& scratch) {
   const int64_t total = active.count * op.top_k;
-  int64_t *ids = scratch.Take<int64_t>(total), *load = scratch.Take<int64_t>(op.held + 1);
+  int64_t *ids = scratch.Take<int64_t>(total), *load = scratch.Take<int64_t>(op.num_local + 1);
   float* weights = scratch.Take<float>(total);
-  std::fill_n(load, op.held + 1, 0);
+  std::fill_n(load, op.num_local + 1, 0);
   for (int64_t row = 0; row < active.count; ++row) {
     const float* logits = all_logits + active.row[row] * op.num_experts;
     int64_t* chosen = ids + row * op.top_k;
@@ -52,19 +52,19 @@ Routing Route(const Experts& op, const ActiveRows& active, const float* all_logi
     for (int64_t j = 0; j < op.top_k; ++j) {
       weight[j] /= sum;
       const int64_t expert = chosen[j] - op.first;
-      chosen[j] = expert >= 0 && expert < op.held ? expert : -1;
+      chosen[j] = expert >= 0 && expert < op.num_local ? expert : -1;
       if (chosen[j] >= 0) ++load[expert + 1];
     }
   }
-  Routing routing{scratch.Take<int64_t>(op.held), scratch.Take<int64_t>(op.held + 1), scratch.Take<Choice>(total)};
-  for (int64_t e = 0; e < op.held; ++e) {
+  Routing routing{scratch.Take<int64_t>(op.num_local), scratch.Take<int64_t>(op.num_local + 1), scratch.Take<Choice>(total)};
+  for (int64_t e = 0; e < op.num_local; ++e) {
     if (load[e + 1] > 0) {
       routing.begin[routing.count] = load[e];
       routing.expert[routing.count++] = e;
     }
     load[e + 1] += load[e];
   }
-  routing.begin[routing.count] = routing.total = load[op.held];
+  routing.begin[routing.count] = routing.total = load[op.num_local];
   for (int64_t i = 0; i < total; ++i) {
     if (ids[i] >= 0) routing.choices[load[ids[i]]++] = {i / op.top_k, weights[i]};
   }

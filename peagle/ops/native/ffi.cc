@@ -26,7 +26,7 @@ const float* AsFloats(const AnyBuffer& buffer, Scratch& scratch) {
   return copy;
 }
 
-// Float32 results: written into the buffer, or beside it until Finish rounds them into it.
+// Float32 results, in the buffer itself or in scratch memory until Finish rounds them into the buffer.
 class Results {
  public:
   Results(Out& buffer, Scratch& scratch)
@@ -123,7 +123,7 @@ ffi::Error LinearHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyB
 
 ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyBuffer router, AnyBuffer router_bias,
                           AnyBuffer gate_up, AnyBuffer gate_up_scales, AnyBuffer gate_up_bias, AnyBuffer down,
-                          AnyBuffer down_scales, AnyBuffer down_bias, AnyBuffer positions, AnyBuffer first_held,
+                          AnyBuffer down_scales, AnyBuffer down_bias, AnyBuffer positions, AnyBuffer first_local,
                           Out out, int64_t num_experts, int64_t top_k, int64_t hidden, bool residual, float limit,
                           float epsilon) {
   const auto in = x.dimensions();
@@ -132,31 +132,31 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   if (num_experts < 1 || top_k < 1 || top_k > num_experts || hidden < 1)
     return ffi::Error::InvalidArgument("experts: top_k is not in 1..E");
   const int64_t rows = in[0], width = in[1];
-  // fewer experts than the router chooses among: this rank holds those alone
-  const int64_t held = width > 0 ? static_cast<int64_t>(down_bias.element_count()) / width : 0;
-  if (held < 1 || held > num_experts || (first_held.element_count() == 0 && held != num_experts) ||
-      first_held.element_count() > 1 ||
-      (first_held.element_count() == 1 && first_held.element_type() != ffi::DataType::S32))
-    return ffi::Error::InvalidArgument("experts: " + std::to_string(held) + " of " + std::to_string(num_experts) +
-                                       " experts are held, and the first of them is not one int32");
-  const int64_t first_expert = first_held.element_count() == 1 ? *first_held.typed_data<int32_t>() : 0;
-  if (first_expert < 0 || first_expert + held > num_experts)
-    return ffi::Error::InvalidArgument("experts: those held do not lie in 0..E-1");
+  // fewer experts than the router's outputs: this rank holds only these
+  const int64_t num_local = width > 0 ? static_cast<int64_t>(down_bias.element_count()) / width : 0;
+  if (num_local < 1 || num_local > num_experts || (first_local.element_count() == 0 && num_local != num_experts) ||
+      first_local.element_count() > 1 ||
+      (first_local.element_count() == 1 && first_local.element_type() != ffi::DataType::S32))
+    return ffi::Error::InvalidArgument("experts: " + std::to_string(num_local) + " of " + std::to_string(num_experts) +
+                                       " experts are local, and the first of them is not one int32");
+  const int64_t first_expert = first_local.element_count() == 1 ? *first_local.typed_data<int32_t>() : 0;
+  if (first_expert < 0 || first_expert + num_local > num_experts)
+    return ffi::Error::InvalidArgument("experts: the local ones do not lie in 0..E-1");
   const int64_t padded = 2 * ((hidden + kPanelRows - 1) / kPanelRows) * kPanelRows;
   PEAGLE_TRY(route, MakeMatrix("experts, router", router, nullptr, 1, width, num_experts));
-  PEAGLE_TRY(first, MakeMatrix("experts, gate and up", gate_up, &gate_up_scales, held, width, padded));
-  PEAGLE_TRY(second, MakeMatrix("experts, down", down, &down_scales, held, hidden, width));
+  PEAGLE_TRY(first, MakeMatrix("experts, gate and up", gate_up, &gate_up_scales, num_local, width, padded));
+  PEAGLE_TRY(second, MakeMatrix("experts, down", down, &down_scales, num_local, hidden, width));
   PEAGLE_TRY(norm_weight, Optional("experts: norm", norm, width));
   PEAGLE_TRY(route_bias, Optional("experts: router bias", router_bias, num_experts));
-  PEAGLE_TRY(first_bias, Optional("experts: gate and up bias", gate_up_bias, held * padded));
-  PEAGLE_TRY(second_bias, Optional("experts: down bias", down_bias, held * width));
+  PEAGLE_TRY(first_bias, Optional("experts: gate and up bias", gate_up_bias, num_local * padded));
+  PEAGLE_TRY(second_bias, Optional("experts: down bias", down_bias, num_local * width));
   PEAGLE_TRY(row_positions, OptionalPositions("experts: positions", positions, rows));
   if (first_bias == nullptr || second_bias == nullptr) return ffi::Error::InvalidArgument("experts: a bias is missing");
   Scratch scratch;
   Results results(out, scratch);
   PoolParallel parallel(pool);
   RunExperts({AsFloats(x, scratch), {norm_weight, epsilon}, route, route_bias, first, first_bias, second, second_bias,
-              row_positions, results.get(), rows, num_experts, first_expert, held, top_k, residual, limit},
+              row_positions, results.get(), rows, num_experts, first_expert, num_local, top_k, residual, limit},
              parallel);
   results.Finish();
   return ffi::Error::Success();
@@ -312,7 +312,7 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_experts(XLA_FFI_CallFrame* frame) {
                              .Arg<xla::ffi::AnyBuffer>()  // down_scales
                              .Arg<xla::ffi::AnyBuffer>()  // down_bias
                              .Arg<xla::ffi::AnyBuffer>()  // positions
-                             .Arg<xla::ffi::AnyBuffer>()  // first_held
+                             .Arg<xla::ffi::AnyBuffer>()  // first_local
                              .Ret<xla::ffi::AnyBuffer>()  // out
                              .Attr<int64_t>("num_experts")
                              .Attr<int64_t>("top_k")

@@ -1,6 +1,6 @@
-// The kernels' interface, free of XLA: plain pointers in and out. linear.cc, experts.cc, attention.cc, rope.cc, likeliest.cc
+// The kernels' interface, without XLA: plain pointers in and out. linear.cc, experts.cc, attention.cc, rope.cc, likeliest.cc
 // and draw.cc implement it; ffi.cc checks shapes and calls them. Each instruction set has a shared library of its own,
-// since in one library the linker could use a template compiled for one set in the code of another.
+// because in one library the linker could use a template compiled for one set in the code of another.
 //
 // T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
 // fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads. If positions are given, a row
@@ -49,20 +49,21 @@ struct Linear {
 
 // The feed-forward half of a GPT-OSS layer: out = x + sum of weight * (down(swiglu(gate_up(y))) + bias) with y = norm(x)
 // over the top_k experts by the router's logits of y (equal logits: the lower first), weighted by softmax over those.
-// gate_up and down hold the experts `first` .. `first + held - 1` end to end, which alone are computed; gate_up alternates
-// a panel of gate rows with the panel of the same up rows, and its bias does the same. Without `residual` x is not added.
+// gate_up and down hold only the local experts, `first` .. `first + num_local - 1`, end to end; only these are computed.
+// gate_up alternates a panel of gate rows with the panel of the same up rows, as does its bias. Without `residual` x is
+// not added.
 struct Experts {
   const float* x;  // [T, D]
   Norm norm;
   Matrix router;  // D inputs, E outputs
   const float* router_bias;    // [E]
   Matrix gate_up;              // per expert: D inputs, 2 * ceil(F/16) * 16 outputs
-  const float* gate_up_bias;   // [held, 2 * ceil(F/16) * 16]
+  const float* gate_up_bias;   // [num_local, 2 * ceil(F/16) * 16]
   Matrix down;                 // per expert: F inputs, D outputs
-  const float* down_bias;      // [held, D]
+  const float* down_bias;      // [num_local, D]
   const int32_t* positions;    // [T] or null: all rows are active
   float* out;                  // [T, D]
-  int64_t rows, num_experts, first, held, top_k;
+  int64_t rows, num_experts, first, num_local, top_k;
   bool residual;
   float limit;
 };

@@ -59,8 +59,8 @@ class Ahead {
   int64_t near_, far_, turn_;
 };
 
-// The number of rows in the first group, and of columns for a group of rows. One row's sum is one chain of additions, and a
-// core runs about eight chains at a time; more sums than registers gain nothing.
+// The number of rows in the first group, and of columns for a group of rows. The sum of a row is one chain of additions. A
+// core runs about eight chains at a time, and their sums must fit into registers.
 struct Dense {
   using Input = float;
   static constexpr int Rows(int rows) { return rows <= (kManyRegisters ? 6 : 5) ? rows : rows == 7 && !kManyRegisters ? 5 : 4; }
@@ -118,9 +118,9 @@ struct Bfloat16 : Dense {
 
 #if defined(__AVX512VNNI__) || defined(PEAGLE_AVX2)
 #define PEAGLE_DIGITS
-// Thirty-two neighbouring inputs of a row, for machines that add up products of bytes: integers of 23 bits times one shared
-// power of two, set by the largest. Each is off by at most 2^-23 of the largest, as it would be within a sum of floats, and
-// sums of its products with codes are exact.
+// Thirty-two neighbouring inputs of a row, for machines that add products of bytes: integers of 23 bits times a shared power
+// of two, set by the largest input. The error of an input is at most 2^-23 of the largest, as in a sum of floats, and sums
+// of products with codes are exact.
 struct Digits {
   int8_t digits[3][32];  // to base 256, -128 .. 127, the highest first; of eight inputs 0, 2, 4, 6, 1, 3, 5, 7
   int32_t offset[3];     // compensates kCodeOffset: -kCodeOffset * the sum of the digits

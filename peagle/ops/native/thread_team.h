@@ -37,7 +37,7 @@ inline void Pause(int64_t spins) {
 // last job.
 //
 // The caller and the helpers take a job's chunks one by one, and the caller waits only for chunks that a helper has begun.
-// So a pool whose threads all wait in handlers of their own cannot deadlock. The board has room for one job; a caller that
+// So a pool whose threads all wait in their own handlers cannot deadlock. The board has room for one job; a caller that
 // finds it taken works alone until it is free.
 class ThreadTeam {
  public:

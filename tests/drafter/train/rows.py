@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.train.cod import Segments, sample_blocks, sample_chains
+from drafter.train.cod import Partition, sample_blocks, sample_chains
 from drafter.train.config import Cod
+from drafter.train.loss import TrainingRows
 from peagle.ops.rope import RopeConfig
 
 CONFIG = DrafterConfig(
@@ -52,18 +53,23 @@ def on_device(data: Data) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value) for name, value in data.items()}
 
 
+def training_rows(data: Data) -> TrainingRows:
+    inputs = {name: data[name] for name in ("token_ids", "positions", "segment_ids", "trained")}
+    return TrainingRows(**on_device(inputs), target={"aux_hidden": jnp.asarray(data["aux_hidden"])})
+
+
 def chains(data: Data, cod: Cod, counts: Counts) -> Chains:
     """Draw the chains of whole sequences."""
-    return chains_of_parts(data, cod, Segments(T), (counts,))[0]
+    return chains_of_parts(data, cod, Partition(T), (counts,))[0]
 
 
 def chains_of_parts(
-    data: Data, cod: Cod, segments: Segments, counts: tuple[Counts, ...], in_blocks: bool = False
+    data: Data, cod: Cod, partition: Partition, counts: tuple[Counts, ...], in_blocks: bool = False
 ) -> list[Chains]:
     """Draw the chains of each part. in_blocks: of a DFlash drafter."""
     rng, sample = np.random.default_rng(4), sample_blocks if in_blocks else sample_chains
     sampled = [
-        sample(cod, data["trained"][row] > 0, data["segment_ids"][row], segments, counts, rng) for row in range(2)
+        sample(cod, data["trained"][row] > 0, data["segment_ids"][row], partition, counts, rng) for row in range(2)
     ]
     return [
         (np.stack([row[s][0] for row in sampled]), np.stack([row[s][1] for row in sampled])) for s in range(len(counts))

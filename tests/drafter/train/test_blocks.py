@@ -13,12 +13,13 @@ from drafter.load import to_tensors
 from drafter.model import head
 from drafter.params import DrafterParams
 from drafter.train.batches import Batch
-from drafter.train.cod import Segments, sample_blocks
+from drafter.train.cod import Partition, sample_blocks
 from drafter.train.config import Cod
 from drafter.train.forward import forward_blocks
 from drafter.train.loss import Sums, chain_loss, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
-from drafter.train.step import Ends, State, next_state
+from drafter.train.step import Fixed, FrozenWeights, State, next_state
+from tests.drafter.train.rows import training_rows
 from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, random_params
 
 T, DEPTH, BLOCKS = 24, 4, 7
@@ -41,10 +42,10 @@ def row(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def sampled(data: dict[str, np.ndarray], segments: Segments, counts: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+def sampled(data: dict[str, np.ndarray], partition: Partition, counts: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(4)
     own = data["trained"][0] > 0, data["segment_ids"][0]
-    return [(a[None], r[None]) for a, r in sample_blocks(Cod(depth=DEPTH), *own, segments, counts, rng)]
+    return [(a[None], r[None]) for a, r in sample_blocks(Cod(depth=DEPTH), *own, partition, counts, rng)]
 
 
 @pytest.mark.parametrize(("name", "window"), [(PLAIN, None), (BIASED, 6)])
@@ -70,8 +71,8 @@ def test_training_computes_the_references_drafts(name: str, window: int | None) 
 
 
 def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
-    data, segments = row(3), Segments(T)
-    ((anchors, reach),) = sampled(data, segments, segments.block_counts(DEPTH, BLOCKS))
+    data, partition = row(3), Partition(T)
+    ((anchors, reach),) = sampled(data, partition, partition.block_counts(DEPTH, BLOCKS))
     real = anchors[reach >= 0]
     assert len(set(real.tolist())) == len(real) == BLOCKS
     assert set(reach[reach >= 0].tolist()) == {DEPTH - 1}
@@ -82,13 +83,13 @@ def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
         Cod(depth=DEPTH),
         data["trained"][0] > 0,
         data["segment_ids"][0],
-        segments,
-        segments.block_counts(DEPTH, BLOCKS),
+        partition,
+        partition.block_counts(DEPTH, BLOCKS),
         np.random.default_rng(5),
     )[0][0]
     assert set(other.tolist()) != set(real.tolist())
-    everything = segments.block_counts(DEPTH, T)
-    ((anchors, reach),) = sampled(data, segments, everything)
+    everything = partition.block_counts(DEPTH, T)
+    ((anchors, reach),) = sampled(data, partition, everything)
     assert (reach == -1).any()  # more room than anchors
     expected = [
         a
@@ -100,15 +101,15 @@ def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
 
 def sums_of(params: DrafterParams, data: dict[str, np.ndarray], chains: Any, counts: Any, **options: Any) -> Sums:
     logits = np.random.default_rng(7).normal(0, 2, (1, T, CONFIG.vocab_size)).astype(np.float32)
-    operands = {**data, "anchors": chains[0], "reach": chains[1], "counts": counts}
-    return losses(params, ONE_LAYER, "half", labels=labels_of_logits(jnp.asarray(logits), None), **operands, **options)
+    labels = labels_of_logits(jnp.asarray(logits), None)
+    return losses(params, ONE_LAYER, "half", training_rows(data), labels, *chains, counts, **options)
 
 
 def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
     """Counted by hand, with every anchor; a block reaches into neither the next document nor the prompt."""
-    data, segments = row(5), Segments(T)
-    counts = segments.block_counts(DEPTH, T)
-    ((anchors, reach),) = sampled(data, segments, counts)
+    data, partition = row(5), Partition(T)
+    counts = partition.block_counts(DEPTH, T)
+    ((anchors, reach),) = sampled(data, partition, counts)
     sums = sums_of(random_params(ONE_LAYER), data, (anchors, reach), counts[0])
     segment, trained = data["segment_ids"][0], data["trained"][0]
     expected = [
@@ -124,9 +125,9 @@ def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
 
 
 def test_later_drafts_count_less_by_the_decay() -> None:
-    data, segments = row(6), Segments(T)
-    counts, params = segments.block_counts(DEPTH, BLOCKS), random_params(ONE_LAYER)
-    ((anchors, reach),) = sampled(data, segments, counts)
+    data, partition = row(6), Partition(T)
+    counts, params = partition.block_counts(DEPTH, BLOCKS), random_params(ONE_LAYER)
+    ((anchors, reach),) = sampled(data, partition, counts)
 
     def loss_of(draft: int, decay: float | None) -> float:
         """The loss with the tokens of one draft alone trained, for one block."""
@@ -159,17 +160,17 @@ def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndar
 
 @pytest.mark.parametrize("rule", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_step_trains_all_but_the_targets_embedding_and_head(rule: Any) -> None:
-    data, segments = row(10), Segments(T)
+    data, partition = row(10), Partition(T)
     recipe = dataclasses.replace(RECIPE, optimizer=rule, weight_decay=0.1)
-    counts = segments.block_counts(DEPTH, BLOCKS)
-    batch = batch_of(data, sampled(data, segments, counts))
+    counts = partition.block_counts(DEPTH, BLOCKS)
+    batch = batch_of(data, sampled(data, partition, counts))
     whole = random_params(ONE_LAYER)
-    ends = Ends.of(whole, ONE_LAYER)
+    fixed = Fixed(frozen=FrozenWeights.of(whole, ONE_LAYER))
     params = dataclasses.replace(whole, embedding=None, lm_head=None)
     mesh, everywhere = jax.make_mesh((1,), ("rows",)), jax.sharding.PartitionSpec()
 
     def step(state: State) -> State:
-        return next_state(ONE_LAYER, recipe, counts, state, jnp.float32(10), None, None, ends, batch)[0]
+        return next_state(ONE_LAYER, recipe, counts, state, jnp.float32(10), fixed, batch)[0]
 
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
     state = State(params, optimizer(recipe, jnp.float32(10)).init(params))
@@ -179,4 +180,4 @@ def test_a_step_trains_all_but_the_targets_embedding_and_head(rule: Any) -> None
         after = dict(jax.tree.leaves_with_path(stepped))[path]
         assert not np.array_equal(before, after), name
     assert stepped.embedding is None
-    assert Ends.of(random_params(CONFIGS[ONE]), CONFIGS[ONE]) is None
+    assert FrozenWeights.of(random_params(CONFIGS[ONE]), CONFIGS[ONE]) is None

@@ -71,9 +71,9 @@ def test_an_evaluation_is_whole_steps(rows_per_step: int, rows: int) -> None:
 
 
 def batches(rows_per_step: int) -> Batches:
-    counts = RECIPE.segments.counts(RECIPE.cod, RECIPE.width)
+    counts = RECIPE.partition.counts(RECIPE.cod, RECIPE.width)
     source = Source(pack([document(*range(20))], RECIPE.width), rows_per_step)
-    return Batches((source,), RECIPE.width, RECIPE.cod, RECIPE.segments, counts, 0)
+    return Batches((source,), RECIPE, counts)
 
 
 def test_every_held_out_document_is_measured_once_the_same_way_each_time() -> None:

@@ -14,11 +14,11 @@ from drafter.config import DrafterConfig
 from drafter.params import init_params
 from drafter.train import forward, loss
 from drafter.train.batches import Batch
-from drafter.train.cod import Segments, sample_chains
+from drafter.train.cod import Partition, sample_chains
 from drafter.train.config import Cod
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe
-from drafter.train.step import gradients_of
+from drafter.train.step import Fixed, gradients_of
 from peagle.ops.errors import InputError
 from tests.drafter.train.rows import QUICKLY, SMALL, T, chains_of_parts, on_device, sequence
 
@@ -54,13 +54,13 @@ def gradients(config: DrafterConfig, parts: int) -> tuple[Sums, Any]:
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(2))
     recipe, data, counts = dataclasses.replace(RECIPE, parts=parts), sequence(6), ((T // parts,) * 2,) * parts
     data["trained"][:, :8] = 0.0
-    drawn = chains_of_parts(data, recipe.cod, recipe.segments, counts, config.kind == "DFlash")
+    drawn = chains_of_parts(data, recipe.cod, recipe.partition, counts, config.kind == "DFlash")
     anchors, reach = (tuple(jnp.asarray(part[i]) for part in drawn) for i in (0, 1))
     device = on_device(data)
     target = Known(device.pop("target_logits"), device.pop("aux_hidden"))
     batch = Batch(**device, anchors=anchors, reach=reach, teacher={})
     sums: Sums
-    sums, gradient = run(params, config, recipe, counts, None, target, batch)
+    sums, gradient = run(params, config, recipe, counts, Fixed(teacher=target), batch)
     return sums, gradient
 
 
@@ -73,7 +73,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(name: str, monkeypatch:
 
     The whole runs the code for short sequences, the parts the code for long ones, with blocks of rows and of logits."""
     whole, expected = gradients(DRAFTERS[name], 1)
-    for module, constant, value in ((forward, "LONG", 1), (forward, "LONG_BLOCK", 7), (loss, "CHUNK_BYTES", 1240)):
+    for module, constant, value in ((forward, "LONG", 1), (forward, "LONG_CHUNK", 7), (loss, "CHUNK_BYTES", 1240)):
         monkeypatch.setattr(module, constant, value)
     # without windows every part is a program of its own
     of_parts, total = gradients(DRAFTERS[name], 2 if DRAFTERS[name].windows is None else 4)
@@ -84,13 +84,13 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(name: str, monkeypatch:
 
 
 def test_a_part_has_room_for_its_share_and_cuts_the_deepest_excess() -> None:
-    cod, segments = Cod(depth=4, ratio=0.9), Segments.even(40, 4)
+    cod, partition = Cod(depth=4, ratio=0.9), Partition.even(40, 4)
     everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
-    counts = segments.counts(cod, 40)
+    counts = partition.counts(cod, 40)
     assert len(counts) == 4
     assert all(10 >= room[0] >= room[1] >= room[2] >= 40 * 0.9**3 / 4 for room in counts)
-    parts = sample_chains(cod, *everywhere, segments, counts, np.random.default_rng(0))
-    for (anchors, reach), room, start, end in zip(parts, counts, segments.starts, segments.ends, strict=True):
+    parts = sample_chains(cod, *everywhere, partition, counts, np.random.default_rng(0))
+    for (anchors, reach), room, start, end in zip(parts, counts, partition.starts, partition.ends, strict=True):
         assert all((reach >= d).sum() <= room[d - 1] for d in (1, 2, 3))
         grown = anchors[reach > 0]
         assert ((start <= grown + 1) & (grown + 1 < end)).all()
@@ -100,7 +100,7 @@ def test_a_part_has_room_for_its_share_and_cuts_the_deepest_excess() -> None:
 @pytest.mark.parametrize(("starts", "says"), [((1, 3), "expected 0 first"), ((0, 9, 9), "ascending")])
 def test_parts_that_make_no_sense_are_one_line(starts: tuple[int, ...], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        Segments(12, starts)
+        Partition(12, starts)
 
 
 def test_with_windows_memory_is_that_of_a_part_whatever_the_row() -> None:
@@ -110,12 +110,12 @@ def test_with_windows_memory_is_that_of_a_part_whatever_the_row() -> None:
     params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     width, parts = 1 << 13, 1 << 6
     recipe = Recipe(steps=1, width=width, cod=Cod(depth=2), parts=parts)
-    counts = recipe.segments.counts(recipe.cod, 8, 8)
+    counts = recipe.partition.counts(recipe.cod, 8, 8)
     ids, real = (jax.ShapeDtypeStruct((1, width), dtype) for dtype in (jnp.int32, jnp.float32))
     chains = (jax.ShapeDtypeStruct((1, counts[0][0]), jnp.int32),) * parts
     kinds = {"top_ids": ((2,), jnp.int32), "top_logits": ((2,), jnp.float32), "log_total": ((), jnp.float32)}
     kinds["aux_hidden"] = ((SMALL.aux_width,), jnp.float32)
     stored = {name: jax.ShapeDtypeStruct((1, width, *shape), dtype) for name, (shape, dtype) in kinds.items()}
     batch = Batch(ids, ids, ids, real, chains, chains, stored)
-    compiled = run.lower(params, config, recipe, counts, None, None, batch).compile()
+    compiled = run.lower(params, config, recipe, counts, Fixed(), batch).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * width * SMALL.hidden_size

@@ -43,7 +43,7 @@ def test_wider_drafters_learn_at_lower_rates() -> None:
 
 def test_an_update_is_said_in_one_line() -> None:
     muon = "muon at rates of 0.008 and 0.003, rising over 2% of the steps and falling over the last 60%"
-    assert SHORT.in_words() == muon
+    assert SHORT.describe() == muon
     assert (
-        PAPER.in_words() == "adamw at a rate of 0.0001, rising over 0.25% of the steps and falling over the last 100%"
+        PAPER.describe() == "adamw at a rate of 0.0001, rising over 0.25% of the steps and falling over the last 100%"
     )

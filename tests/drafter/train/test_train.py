@@ -12,15 +12,15 @@ import pytest
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import init_params
-from drafter.propose import Eagle3, PEagle
+from drafter.propose import AnyDrafter, Eagle3, PEagle
 from drafter.train import loss
-from drafter.train.cod import Segments, sample_chains
+from drafter.train.cod import Partition, sample_chains
 from drafter.train.config import LOSSES, Cod
 from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import Labels, labels_of_best, labels_of_logits, losses_of_rows
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput
-from tests.drafter.train.rows import CONFIG, SMALL, T, chains, on_device, sequence
+from tests.drafter.train.rows import CONFIG, SMALL, T, chains, on_device, sequence, training_rows
 from tests.support.paging import small_pages
 
 loss_of_chains = jax.jit(loss.chain_loss, static_argnames=("config", "loss", "counts", "part"))
@@ -49,9 +49,8 @@ def sums(
     **options: Any,
 ) -> loss.Sums:
     """Compute chain_loss with labels from the data's logits."""
-    device = on_device(data)
-    logits = device.pop("target_logits")
-    return loss_of_chains(params, config, name, labels=labels or labels_of_logits(logits, None), **device, **options)
+    labels = labels or labels_of_logits(jnp.asarray(data["target_logits"]), None)
+    return loss_of_chains(params, config, name, training_rows(data), labels, **options)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_cod_counts_are_those_of_the_paper() -> None:
     assert Cod(depth=3, ratio=0.1, min_ratio=0.2).counts(10) == (1, 1)
     everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
     cod = Cod(depth=4)
-    ((_, reach),) = sample_chains(cod, *everywhere, Segments(40), (cod.counts(40),), np.random.default_rng(0))
+    ((_, reach),) = sample_chains(cod, *everywhere, Partition(40), (cod.counts(40),), np.random.default_rng(0))
     expected = cod.counts(38)  # of 40 anchors the last two have no label
     assert tuple(int((reach >= d).sum()) for d in (1, 2, 3)) == expected
 
@@ -165,16 +164,17 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
     rest = (data["segment_ids"][1:], data["positions"][1:])
     x = run_chains(small, config, shifted, aux, *rest, np.full((1, 1), anchor, np.int32), counts)
     trained = np.asarray(head(small, config, x))[0, [anchor, *range(T, T + depth - 1)]]
-    groups, empty = model.cache_groups(config), small_pages(PEagle(small, config), 1, 40, T)
-    cache = run_absorb(small, config, shifted, aux, rows_before(anchor), empty, groups)
-    fresh = drafter_input(shifted, aux, anchor)
-    drafted, _ = jax.jit(model.propose, static_argnames=("config", "groups", "num_drafts"))(
-        small, config, fresh, np.full((1,), depth, np.int32), cache, groups, depth
-    )
-    np.testing.assert_allclose(trained, drafted[0], atol=2e-5)
+    drafter = PEagle(small, config, with_logits=True)
+    cache = run_absorb(drafter, small_pages(drafter, 1, 40, T), shifted, aux, rows_before(anchor))
+    fresh, widths = drafter_input(shifted, aux, anchor), np.full((1,), depth, np.int32)
+    drafted, _ = jax.jit(PEagle.propose, static_argnames="num_drafts")(drafter, cache, fresh, widths, num_drafts=depth)
+    assert drafted.logits is not None
+    np.testing.assert_allclose(trained, drafted.logits[0], atol=2e-5)
 
 
-run_absorb = jax.jit(model.absorb, static_argnames=("config", "groups"))
+@jax.jit
+def run_absorb(drafter: AnyDrafter, cache: PagedCache, *operands: jax.Array) -> PagedCache:
+    return drafter.absorb(cache, *operands)
 
 
 def rows_before(anchor: int) -> np.ndarray:
@@ -207,8 +207,8 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
     data, depth, anchor = sequence(5), 4, 9
     tokens, aux = data["token_ids"][1:], data["aux_hidden"][1:]
     shifted = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-    groups, empty = model.cache_groups(config), small_pages(Eagle3(params, config), 1, 40, T)
-    cache = run_absorb(params, config, shifted, aux, rows_before(anchor), empty, groups)
+    drafter = Eagle3(params, config)
+    cache = run_absorb(drafter, small_pages(drafter, 1, 40, T), shifted, aux, rows_before(anchor))
     fresh = drafter_input(shifted, aux, anchor)
     widths, logits_of = jnp.full((1,), depth, jnp.int32), model.head
 
@@ -223,8 +223,8 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
 
         with monkeypatch.context() as patch:
             patch.setattr(model, "head", recorded)
-            (drafts, _), _ = model.propose_in_turn(params, config, fresh, widths, cache, groups, depth)
-        return drafts, jnp.concatenate(logits, axis=1)
+            drafts, _ = drafter.propose(cache, fresh, widths, depth)
+        return drafts.token_ids, jnp.concatenate(logits, axis=1)
 
     drafts, logits = map(np.asarray, draft(cache))
     continued = shifted.copy()

@@ -276,10 +276,10 @@ def test_data_with_and_without_stored_results_of_the_target_train_together() -> 
     stored = {"aux_hidden": np.zeros((7, CONFIG.aux_width), np.float32)}
     with_taps = Source(pack([dataclasses.replace(document(0, 7), teacher=stored)], RECIPE.width), 1)
     without = Source(pack([document(1, 7)], RECIPE.width), 1)
-    counts = RECIPE.segments.counts(RECIPE.cod, RECIPE.width)
+    counts = RECIPE.partition.counts(RECIPE.cod, RECIPE.width)
 
     def teacher(*sources: Source) -> set[str]:
-        batches = Batches(sources, RECIPE.width, RECIPE.cod, RECIPE.segments, counts, 0)
+        batches = Batches(sources, RECIPE, counts)
         return set(batches.at(0).teacher)
 
     assert teacher(with_taps) == {"aux_hidden"}

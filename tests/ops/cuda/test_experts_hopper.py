@@ -18,7 +18,7 @@ from peagle.ops import cuda
 from peagle.ops.cuda import calls, nvrtc
 from peagle.ops.cuda.pack import UNIT_WORDS, UNITS_A_GROUP, pack
 from peagle.ops.errors import InputError
-from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tile
+from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tiled_experts
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.norm import Norm
 from tests.ops.experts import Expert, mixture
@@ -88,7 +88,7 @@ def hopper(libraries: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Non
 @functools.cache
 def laid_out() -> TiledExperts:
     """Lay the experts out once; `hopper` must be open."""
-    experts = tile(packed_experts(), TOP_K)
+    experts = tiled_experts(packed_experts(), TOP_K)
     assert isinstance(experts, TiledExperts)
     return experts
 
@@ -193,11 +193,11 @@ def test_many_active_rows(packed: PackedExperts, tiled: TiledExperts, rows: int,
 )
 def test_other_experts_stay_as_they_are(packed: PackedExperts, changed: Callable[[Any], PackedExperts]) -> None:
     experts = changed(packed)
-    assert tile(experts, TOP_K) is experts
+    assert tiled_experts(experts, TOP_K) is experts
 
 
 def test_without_a_hopper_gpu_experts_stay_as_they_are(packed: PackedExperts) -> None:
-    assert tile(packed, TOP_K) is packed
+    assert tiled_experts(packed, TOP_K) is packed
 
 
 def test_xla_does_not_take_the_layout(packed: PackedExperts, tiled: TiledExperts) -> None:

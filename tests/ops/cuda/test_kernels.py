@@ -123,9 +123,9 @@ def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
 
 @pytest.mark.usefixtures("passing")
 def test_the_line_names_the_devices_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.in_words() == native.status()[1]
+    assert kernels.describe_kernels() == native.status()[1]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert kernels.in_words() == "CUDA, compute capability 9.0"
+    assert kernels.describe_kernels() == "CUDA, compute capability 9.0"
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:

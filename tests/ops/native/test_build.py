@@ -157,12 +157,12 @@ def test_the_set_is_chosen_by_all_that_it_needs(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_every_set_is_compiled_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not build.asked_for_all()
+    assert not build.wants_all()
     monkeypatch.setenv(build.VARIABLE, "all")
-    assert build.asked_for_all()
+    assert build.wants_all()
     monkeypatch.setenv(build.VARIABLE, "avx3")
     with pytest.raises(BuildError, match="'avx3'; expected all"):
-        build.asked_for_all()
+        build.wants_all()
 
 
 NOT_COMPILED = f"the native kernels were not compiled; {AGAIN}"

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from peagle.ops.collectives import Held
-from peagle.ops.expert_matmul import NativeExperts, alternate, expert_block
+from peagle.ops.collectives import LocalExperts
+from peagle.ops.expert_matmul import NativeExperts, expert_block, to_panels
 from peagle.ops.expert_matmul.native import routed
 from peagle.ops.linear import PackedMatrix
 from peagle.ops.norm import Norm
@@ -105,8 +105,8 @@ def random_block(
     own_router = 0.5 * rng.standard_normal((experts, width), np.float32)
     own_bias = rng.standard_normal(experts, np.float32)
     packed = NativeExperts(
-        gate_up=pack(gate_up, alternate),
-        gate_up_bias=jnp.asarray(alternate(gate_up_bias)),
+        gate_up=pack(gate_up, to_panels),
+        gate_up_bias=jnp.asarray(to_panels(gate_up_bias)),
         down=pack(down),
         down_bias=jnp.asarray(down_bias),
         hidden=hidden,
@@ -181,7 +181,7 @@ def test_extreme_scales_are_exact() -> None:
     block = dataclasses.replace(
         block,
         gate_up=mxfp4_values(blocks, scales),
-        packed=block.packed.replace(gate_up=pack((blocks, scales), alternate)),
+        packed=block.packed.replace(gate_up=pack((blocks, scales), to_panels)),
     )
     with np.errstate(over="ignore"):
         block.expect_definition(random_rows(sizes, 5))
@@ -223,15 +223,15 @@ def test_parts_of_the_experts_sum_to_the_whole(name: str, rows: int) -> None:
     total = x.astype(np.float64)
     for first, end in itertools.pairwise(cuts):
         experts = jax.tree.map(lambda leaf, part=slice(first, end): leaf[part], block.packed)
-        total += np.asarray(run_part(block, x, experts, Held(jnp.int32(first), end - first)))
+        total += np.asarray(run_part(block, x, experts, LocalExperts(jnp.int32(first), end - first)))
     np.testing.assert_allclose(total, block.by_definition(x), atol=4 * EXACT)
     nobody = np.zeros(SIZES[name].experts)
     nobody[0] = -1e4
     avoided = random_block(SIZES[name], 16, bias=nobody)
     experts = jax.tree.map(lambda leaf: leaf[:1], avoided.packed)
-    assert not np.any(run_part(avoided, x, experts, Held(jnp.int32(0), 1)))
+    assert not np.any(run_part(avoided, x, experts, LocalExperts(jnp.int32(0), 1)))
 
 
-def run_part(block: Block, x: np.ndarray, experts: NativeExperts, held: Held) -> jax.Array:
+def run_part(block: Block, x: np.ndarray, experts: NativeExperts, local: LocalExperts) -> jax.Array:
     operands = jnp.asarray(x), *block.routing, experts, block.sizes.top_k, LIMIT
-    return routed(*operands, held=held, residual=False)
+    return routed(*operands, local=local, residual=False)

@@ -87,7 +87,7 @@ def experts(name: str) -> Call:
         "down_scales": native.optional(down.scales, jnp.uint8),
         "down_bias": block.packed.down_bias,
         "positions": np.arange(3, dtype=np.int32),
-        "held": np.zeros((1,), np.int32),
+        "first_local": np.zeros((1,), np.int32),
     }
     counts = {"num_experts": sizes.experts, "top_k": sizes.top_k, "hidden": sizes.hidden}
     attributes = {key: np.int64(value) for key, value in counts.items()}
@@ -202,7 +202,7 @@ def test_every_operand_and_attribute_of_experts_is_checked(name: str) -> None:
     for key in ("gate_up_bias", "down_bias"):
         expect_refusal(r"a bias is missing|0 of", call, {key: zeros(0)})
     for first in (-1, 1):
-        expect_refusal("those held do not lie", call, {"held": np.full((1,), first, INT)})
+        expect_refusal("local ones do not lie", call, {"first_local": np.full((1,), first, INT)})
     attributes = {"num_experts": (0, 4, 6, 8), "top_k": (0, 9, -1), "hidden": (0, 20, 128, -16)}
     for key, values in attributes.items():
         for value in values:

@@ -170,7 +170,7 @@ def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkey
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": first},
     ]
-    assert not interrupt.asked()
+    assert not interrupt.pressed()
 
 
 def test_ctrl_c_before_the_first_token_forgets_the_message(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from peagle.cli.results import dumps, report, trace_lines
 from peagle.config import EngineConfig
 from peagle.engine.speculation import Speculation
 from peagle.measure.provenance import TUNING, provenance, tuning
-from peagle.ops import jax_cure
+from peagle.ops import jax_workaround
 from peagle.pair import Pair
 from peagle.text.prompts import Conversation, from_ids
 from peagle.workflows.run import Outcome, Run, RunConfig, run
@@ -133,9 +133,9 @@ def test_a_command_names_what_the_environment_changes_about_it(monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     plain = ["peagle", "speculate"]
     assert provenance(["speculate"])["command"] == plain
-    monkeypatch.setenv("XLA_FLAGS", jax_cure.FLAG)
+    monkeypatch.setenv("XLA_FLAGS", jax_workaround.FLAG)
     assert provenance(["speculate"])["command"] == plain, "every process has it"
-    monkeypatch.setenv("XLA_FLAGS", f"--first=1 --second=2 {jax_cure.FLAG}")
+    monkeypatch.setenv("XLA_FLAGS", f"--first=1 --second=2 {jax_workaround.FLAG}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert provenance(["speculate"])["command"] == ["XLA_FLAGS='--first=1 --second=2'", "OMP_NUM_THREADS=1", *plain]
     shown = runs.origin("scripts.some", ["two words"])["command"]

@@ -13,8 +13,9 @@ import pytest
 import peagle.cli.run_serve
 from peagle.cli import main
 from peagle.ops.errors import InputError
+from peagle.ops.files import locked
 from peagle.serve.app import ENDPOINTS
-from peagle.serve.batch import BatchFile, alone, check_files
+from peagle.serve.batch import BatchFile, check_files
 from peagle.serve.bodies import CompletionBody
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
@@ -286,7 +287,7 @@ def test_an_answer_to_another_request_is_not_taken_for_this_ones(run: Any, make:
 
 
 def test_two_runs_do_not_write_one_output(run: Any, out: Path) -> None:
-    with alone(out), pytest.raises(InputError, match="is being written by another run"):
+    with locked(out), pytest.raises(InputError, match="is being written by another run"):
         run([line("0")])
     assert not out.exists()
     assert run([line("0")]).counts.answered == 1

@@ -13,7 +13,7 @@ from peagle.parallel import MeshShape
 from peagle.workflows.mesh_plan import DEVICES, device_named, pass_s, rank_bytes, rank_cache_bytes
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target.load import weight_bytes, write_target
-from target.shard import Place
+from target.shard import Rank
 from tests.target.test_shard import CONFIG
 
 MESHES = [MeshShape(2), MeshShape(8), MeshShape(1, 4), MeshShape(2, 2)]
@@ -23,8 +23,8 @@ MESHES = [MeshShape(2), MeshShape(8), MeshShape(1, 4), MeshShape(2, 2)]
 def test_the_plan_is_what_is_loaded(shape: MeshShape, tmp_path: Path) -> None:
     write_target(tmp_path, CONFIG, random_tensors(CONFIG, True, 1), mxfp4=True)
     for rank, planned in enumerate(rank_bytes(CONFIG, True, shape)):
-        place = Place(rank, shape.tp, shape.ep)
-        loaded = weight_bytes(tmp_path, dtype=jnp.bfloat16, experts="packed", implementation="xla", place=place)
+        own = Rank(rank, shape.tp, shape.ep)
+        loaded = weight_bytes(tmp_path, dtype=jnp.bfloat16, experts="packed", implementation="xla", rank=own)
         assert planned.total == loaded
 
 

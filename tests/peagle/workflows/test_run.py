@@ -285,13 +285,13 @@ def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) ->
     whole = run(toy, conversations, config)
 
     def press(_: Request) -> None:
-        if len(watcher.text) == slots and not interrupt.asked():
+        if len(watcher.text) == slots and not interrupt.pressed():
             signal.raise_signal(signal.SIGINT)
 
     watcher = Watcher(press)
     with interrupt.handled():
         cut = run(toy, conversations, config, watcher)
-        assert interrupt.asked()
+        assert interrupt.pressed()
     assert cut.interrupted
     assert len(cut.outcomes) == slots  # those that waited for a slot are not there
     assert cut.outcomes[0].result.finish_reason is None

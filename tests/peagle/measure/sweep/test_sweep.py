@@ -27,7 +27,7 @@ from peagle.measure.sweep.plan import Plan, Variant, Workload, short_names
 from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import ASKING, PROMPTS, RAW, RUN, Folder, SweepRequest, open_run
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone
+from peagle.ops.files import locked
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.measure.sweep.runs import (
@@ -423,7 +423,7 @@ def test_a_run_is_never_overwritten(lab: Lab, finished: Folder) -> None:
 
 
 def test_two_processes_do_not_write_to_one_run(lab: Lab, finished: Folder) -> None:
-    with alone(finished.path):
+    with locked(finished.path):
         assert "is being written by another run" in lab.resume(code=2)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.ops.jax_cure import FLAG, MISCOMPUTING_JAXLIB, takes_the_flag
+from peagle.ops.jax_workaround import FLAG, MISCOMPUTING_JAXLIB, takes_the_flag
 
 ROOT = Path(__file__).parents[1]
 JAXLIB = importlib.metadata.version("jaxlib")
