@@ -29,7 +29,7 @@ from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import CostTable, StepCosts
 from peagle.ops import interrupt, native
 from peagle.ops.attention import PAGE_SIZE
-from peagle.ops.files import cache_directory
+from peagle.ops.files import cache_directory, write_cached
 from peagle.ops.processors import thread_times
 from peagle.ops.strict_json import dumps
 
