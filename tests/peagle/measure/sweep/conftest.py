@@ -22,7 +22,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweep without pictures, profiles and measured costs: drafts always pay."""
     monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda warm_up, _: costs(warm_up.num_drafts, {1: True}))
+    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: costs(7, {1: True}))
     monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
 
 
