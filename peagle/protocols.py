@@ -4,7 +4,7 @@ The protocols are structural: target/ and drafter/ satisfy them without importin
 arrays with static configuration and every method is pure, so that a whole step is one jitted function. Caches are pages
 that all sequences share; tables say whose they are (peagle.ops.attention.paged).
 
-The state of four drafters, and their use of drafter_input (the tokens committed last, with aux_hidden):
+The state of the drafters, and their use of drafter_input (the tokens committed last, with aux_hidden):
 
     P-EAGLE    pages of its own KV cache. It writes the rows (token[p+1], aux_hidden[p]) from position first_position
                on; the K-1 mask slots after them give the drafts 1..K-1 in the same pass.

@@ -36,7 +36,7 @@ class Counters:
     num_plain_steps: int = 0
     tried: tuple[int, ...] = ()  # [K]: steps that verified draft i and accepted all before it
     num_proposed: int = 0  # drafts, verified or not
-    num_looked_up: int = 0  # accepted drafts of the second source, n-grams of the text so far
+    num_looked_up: int = 0  # accepted drafts of the lookup drafter: n-grams of the text so far
 
     @classmethod
     def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int) -> "Counters":
@@ -131,7 +131,7 @@ class Result:
     num_cached_tokens: int = 0  # prompt tokens that were in the prefix cache
     num_reasoning_tokens: int = 0  # of the output, if its channels were parsed
     times_s: tuple[float, ...] = ()  # when tokens arrived, once per dispatch
-    error: str | None = None  # if finish_reason is "error", because no token satisfied the grammar
+    error: str | None = None  # if finish_reason is "error": why the request could not follow its grammar
 
     @property
     def counters(self) -> Counters:

@@ -39,7 +39,7 @@ def decode(settings: Decode) -> int:
     """Decode, and return the exit code: text to standard output, the summary to standard error, the rest to files.
 
     Raises InputError before anything is written. Two errors come at the end, after all output: a failed profile, and
-    requests whose grammar no token satisfied.
+    requests whose grammar failed.
     """
     json_file, trace_file = _output_files(settings)
     target = or_demo(settings.load.target)

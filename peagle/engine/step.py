@@ -280,7 +280,7 @@ def steps(
     """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
     Stops early if all slots are done. An adaptive step that verifies nothing runs as a plain one, and so do the next
-    ones while the slots rest (`Pace.rest`). Outputs of steps that were not run are those of slots that are done.
+    ones while the slots rest (`Pace.rest`). Outputs of steps that were not run have num_accepted -1.
     """
     packed_width = StepOutput.packed_width(kind, target.vocab_size)
 

@@ -41,7 +41,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Takes:
-    """The fields of a config that a command takes as options, with helps, metavars and readers of its own.
+    """The fields of a config that a command takes as options, with helps and readers of its own.
 
     names: in the order of the help; empty: all but `without`. olds: former names of options.
     """

@@ -70,7 +70,7 @@ class Run:
     """The outcomes of all requests that have a token, in the order of the input.
 
     cut_short: a line per conversation whose answers left no room for a later turn, which has no outcome. failed: a line
-    per conversation that ended because no token satisfied its grammar.
+    per conversation whose grammar failed (peagle.engine.grammar.Matcher.failure).
     """
 
     outcomes: list[Outcome]
