@@ -134,7 +134,7 @@ class Pair:
 
         Token ids are used unchanged. Streams with equal engine configs share an engine, which decodes `slots` requests
         at once; the others wait for a slot. Iterate over each stream in its own thread, or over `astream`. Raises
-        InputError before any work for a request that cannot be run, and at the end if its grammar failed (Matcher.failure).
+        InputError before any work for a request that cannot be run, and at the end if its grammar failed.
         """
         options = _with_current_names(options)
         if options.pop("draft_sampling", False):
