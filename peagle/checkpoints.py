@@ -72,7 +72,7 @@ def target_folder(name: str) -> Path | None:
 def name_for_others(target: str | None) -> str | None:
     """Name a target for programs with another working directory: an absolute path, or OWNER/NAME.
 
-    None for a name that is not on this machine.
+    None for a path that is no folder of this machine.
     """
     if target is None or is_name(target):
         return target

@@ -102,14 +102,17 @@ def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
         return [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
     if len(names) > 2:
         raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
-    return [(name, _directory(or_demo(name), index)) for index, name in enumerate(names)]
+    paths = [(name, _directory(or_demo(name))) for name in names]
+    if list(names[1:]) == [DEMO] and not is_drafter_config(read_json(paths[0][1], CONFIG)):
+        paths[1] = DEMO, resolve(DEMO, "drafter")
+    return paths
 
 
-def _directory(name: str, index: int) -> Path:
-    """Return a checkpoint's directory. index: of the argument; demo is the target as the first, else the drafter."""
+def _directory(name: str) -> Path:
+    """Return a checkpoint's directory; demo is the demo's target."""
     if name in WEIGHTLESS:
         raise InputError(f"{name} has no checkpoint to inspect; expected a directory or {', '.join(DEMO_DRAFTERS)}")
-    if name in DEMO_DRAFTERS and (index or name != DEMO):
+    if name in DEMO_DRAFTERS and name != DEMO:
         return resolve(name, "drafter")
     return drafter_folder(resolve(name, "target"))
 

@@ -65,7 +65,7 @@ async def read_chunks(
 def check_room(count: int, num_open: int, most: int) -> None:
     """Raise ApiError if there is no room for `count` more requests: at most `most` may be open."""
     if count > most:
-        raise ApiError(400, f"{count} answers are requested at once; expected at most {most}", "n")
+        raise ApiError(400, f"{count} answers are requested at once; expected at most {most}: ask for fewer", "n")
     if num_open + count > most:
         message = f"{num_open} requests are running or waiting, and at most {most} may; try again later"
         raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)

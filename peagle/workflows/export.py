@@ -77,7 +77,7 @@ def export(
     trained_for = _trained_for(source) if verifier is None else None
     verifier = name_for_others(trained_for) if verifier is None else name_for_others(verifier) or verifier
     if dialect == "speculators" and verifier is None:
-        why = f": {trained_for}, the training's, is not there" if trained_for else ""
+        why = f"; {trained_for}, the target of its training, is not there" if trained_for else ""
         raise InputError(f"--dialect speculators needs --verifier, the name or folder of the target{why}")
     target_directory = None if verifier is None else target_folder(verifier)
     target = None

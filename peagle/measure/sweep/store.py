@@ -152,7 +152,9 @@ class Folder:
         try:
             self.plan = Plan.from_json(record["plan"])
             missing = [name for name in ("sittings", "shares", "rows") if name not in record]
-        except (KeyError, TypeError, InputError) as error:
+        except InputError as error:
+            raise InputError(f"{path / RUN}: {error}") from None
+        except (KeyError, TypeError) as error:
             missing = [repr(error)]
         if missing:
             raise InputError(f"{path / RUN} is incomplete ({missing[0]}); expected a folder of peagle sweep")
@@ -331,7 +333,7 @@ def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
 
 
 def _append(path: Path, lines: Sequence[Json]) -> None:
-    """Append lines; a last one that was cut off is removed. The caller must hold the folder `alone`."""
+    """Append lines; a last one that was cut off is removed. The caller must have `locked` the folder."""
     try:
         with path.open("a+b") as file:
             if file.tell():

@@ -40,6 +40,8 @@ def test_info_knows_the_demo_models_by_name(real: Run, name: str, kind: str) -> 
     for part in ("GPT-OSS target", f"{kind} drafter", "They fit"):
         assert part in out
     assert f"{kind if name != 'demo' else 'GPT-OSS'}" in real("info", name)[1]
+    if name != "demo":
+        assert "They fit" in real("info", name, "demo")[1]
 
 
 def test_info_says_how_aux_layers_are_read_and_warns(real: Run, directories: Directories, tmp_path: Path) -> None:
