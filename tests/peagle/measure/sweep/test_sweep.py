@@ -438,7 +438,7 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(lab: Lab, fini
         ({"shares": None}, "is incomplete (shares)"),
         ({"plan": {}}, "is incomplete"),
         ({"plan": []}, "is incomplete"),
-        ({"plan": plan | {"ks": ["x"]}}, "is incomplete"),
+        ({"plan": plan | {"ks": ["x"]}}, "run.json: K is 'x'; expected a number of drafted tokens"),
         ({"sittings": [sitting | {"ran": sitting["ran"] | {"kernels": "other"}}]}, "kernels other; now it is dtype"),
         ({"plan": plan | {"fingerprints": plan["fingerprints"] | {"target": "0"}}}, "target has changed since"),
     ):

@@ -594,7 +594,7 @@ def test_export_takes_the_target_from_the_training(lab: Lab, trained: Path) -> N
     record = recipe_of(trained)
     record["command"]["target"] = "gone/with/the/wind"
     (lab.out / RECIPE).write_text(json.dumps(record))
-    says = "needs --verifier, the name or folder of the target: gone/with/the/wind, the training's, is"
+    says = "the name or folder of the target; gone/with/the/wind, the target of its training, is not there"
     assert says in lab.run(2, command, again)
     lab.run(0, command, again, "--verifier some/target")
 
