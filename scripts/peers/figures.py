@@ -44,8 +44,6 @@ def _seconds_of(line: Json, num_steps: int) -> Iterator[tuple[str, float]]:
 
 def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, seconds: Seconds) -> Json:
     widths = [str(width) for width in settings.widths]
-    _, *drafter = entry.name.split(", ")
-    ours = ", ".join([OURS, *drafter])  # plain, or with the same drafter
 
     def own(measurement: str) -> list[float]:
         return seconds[entry.name, measurement]
@@ -55,7 +53,7 @@ def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, 
 
     def faster(measurement: str) -> Json:
         """Divide the peer's seconds by ours: how many times faster ours is."""
-        return spread(ratios(own(measurement), seconds[ours, measurement]))
+        return spread(ratios(own(measurement), seconds[entry.ours, measurement]))
 
     def lines_of(count: int) -> list[Json]:
         return [line for line in measured.lines if (line["engine"], line.get("requests")) == (entry.name, count)]
@@ -70,11 +68,7 @@ def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, 
         """Compute the milliseconds of a step of so many requests, and its tokens per request."""
         tokens = [(settings.new_tokens - 1) / line["steps"] for line in lines_of(count)]
         step = spread([1e3 * s for s in own(f"together {count}")])
-        return {
-            "step_ms": step,
-            "tokens_a_step": spread(tokens),
-            "ours_over_peer": faster(f"together {count}"),
-        }
+        return {"step_ms": step, "tokens_a_step": spread(tokens), "ours_over_peer": faster(f"together {count}")}
 
     row = {"checkpoint": checkpoint, "engine": entry.name, "weights": entry.weights, **measured.described[entry.name]}
     read = entry.storage.weights(measured.files.config).read(1)
@@ -96,5 +90,5 @@ def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, 
     if settings.requests and "decode_many" in entry.calls:
         row["together"] = {str(count): together(count) for count in settings.requests}
     if "speculate" in entry.calls:
-        row["drafting"] = {str(count): drafting(count) for count in settings.requests or (1,)}
+        row["drafting"] = {str(count): drafting(count) for count in settings.requests_with_drafts}
     return row | measured.checks.get(entry.name, {})

@@ -45,6 +45,11 @@ class Settings:
     num_drafts: int = 0  # of a step with a drafter
 
     @property
+    def requests_with_drafts(self) -> tuple[int, ...]:
+        """Return how many requests engines with a drafter decode together."""
+        return self.requests or (1,)
+
+    @property
     def context(self) -> int:
         """Count the positions that a sequence takes at most."""
         rows = max(*self.widths, 2 * (self.num_drafts + 1))  # vLLM drafts less near the last position
@@ -71,7 +76,7 @@ def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], sa
         site = Site(
             checkpoint,
             files.mxfp4,
-            Path(scratch) / "model.gguf",
+            Path(scratch),
             settings.context,
             num_threads() or 1,
             pythons,
@@ -196,6 +201,6 @@ def calls_of(
     for width in settings.widths if "verify" in entry.calls else ():
         passes = tokens.passes(number, num_passes.get((entry.name, width), FEWEST_PASSES), width)
         yield "verify", {"rows": width, "passes": len(passes)}, {"prompt_ids": tokens.prompt, "passes": passes}
-    for call, counts in (("decode_many", settings.requests), ("speculate", settings.requests or (1,))):
+    for call, counts in (("decode_many", settings.requests), ("speculate", settings.requests_with_drafts)):
         for count in counts if call in entry.calls else ():
             yield call, {"requests": count}, {"prompts": tokens.prompts(count), "num_tokens": settings.new_tokens}

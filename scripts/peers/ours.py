@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 
 import peagle
 from peagle.config import DEFAULT_CHUNK
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.bench import BenchOptions, prefill, time_steps
 from peagle.measure.provenance import version_of
@@ -58,8 +59,7 @@ class Ours:
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
         request = Request(tuple(prompt_ids), num_tokens, stop_token_ids=())
-        engine = self._pair.engine(self._pair.engine_config(0, context=self._pair.capacity([request])))
-        engine.warm_up()
+        engine = self._engine([request])
         started = time.perf_counter()
         chunks = [chunk for _, chunk in engine.generate([request])]
         first_s, ended_s = chunks[0].time_s, chunks[-1].time_s
@@ -70,9 +70,7 @@ class Ours:
         """See worker.BatchingEngine. Prefill alternates with steps of earlier requests."""
         budget = budget_of_many(len(prompts), max(map(len, prompts)), num_tokens, self._pair.steps_per_dispatch)
         requests = [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
-        config = self._pair.engine_config(0, slots=len(requests), context=self._pair.capacity(requests))
-        engine = self._pair.engine(config)
-        engine.warm_up()
+        engine = self._engine(requests)
         token_ids: list[list[int]] = [[] for _ in requests]
 
         def collected() -> Generator[tuple[int, TokenChunk], None, None]:
@@ -88,17 +86,15 @@ class Ours:
 
     def speculate(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
         """See worker.SpeculativeEngine. decode_s: of all tokens, less that of one token of each request."""
-        longest = Request(tuple(max(prompts, key=len)), num_tokens)
-        config = self._pair.engine_config(
-            self._num_drafts, slots=len(prompts), context=self._pair.capacity([longest, longest])
-        )
-        engine = self._pair.engine(config)
-        engine.warm_up()
+
+        def requests_of(budget: int) -> list[Request]:
+            return [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
+
+        engine = self._engine(requests_of(num_tokens), self._num_drafts)
 
         def timed(budget: int) -> tuple[float, int]:
             """Return (seconds, steps of all requests)."""
-            started = time.perf_counter()
-            requests = [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
+            requests, started = requests_of(budget), time.perf_counter()
             steps = sum(len(chunk.steps) for _, chunk in engine.generate(requests))
             return time.perf_counter() - started, steps
 
@@ -106,6 +102,13 @@ class Ours:
         prefill_s, _ = timed(1)
         whole_s, steps = timed(num_tokens)
         return {"decode_s": whole_s - prefill_s, "steps": steps / len(prompts)}
+
+    def _engine(self, requests: Sequence[Request], num_drafts: int = 0) -> AnyEngine:
+        """Make an engine with a slot for each request, ready to decode."""
+        context = self._pair.capacity(requests)
+        engine = self._pair.engine(self._pair.engine_config(num_drafts, slots=len(requests), context=context))
+        engine.warm_up()
+        return engine
 
     def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
         """See worker.Engine."""

@@ -58,6 +58,7 @@ class Entry:
     storage: Storage
     weights: str  # describes the storage
     calls: tuple[str, ...]  # of worker.Engine
+    ours: str = OURS  # the engine of ours that it is compared with
 
     def start(self) -> Child:
         """Load it in a process of its own. Raises InputError."""
@@ -75,7 +76,7 @@ class Site:
 
     checkpoint: Path
     mxfp4: bool
-    gguf: Path
+    scratch: Path
     context: int
     num_threads: int
     pythons: Mapping[str, str] = field(default_factory=dict)  # of LLAMA and VLLM
@@ -84,9 +85,14 @@ class Site:
     num_on_gpu: int = 1  # engines at once
 
     @property
+    def gguf(self) -> Path:
+        """The checkpoint as llama.cpp reads it."""
+        return self.scratch / "model.gguf"
+
+    @property
     def unquantised(self) -> Path:
         """The checkpoint's copy in bfloat16, for vLLM, which runs MXFP4 on GPUs alone."""
-        return self.gguf.with_name("unquantised")
+        return self.scratch / "unquantised"
 
 
 def unavailable(name: str, pythons: Mapping[str, str | None]) -> str | None:
@@ -145,7 +151,8 @@ def drafting(name: str, drafter: str, directory: Path, k: int, site: Site) -> En
     options = {**plain.options, "drafter": str(directory), "num_drafts": k}
     if name == VLLM:
         options["parallel"] = DRAFTERS[drafter].kind == "P-EAGLE"
-    return replace(plain, name=f"{name}, {drafter}", options=options, calls=("speculate",))
+    ours = f"{OURS}, {drafter}"
+    return replace(plain, name=f"{name}, {drafter}", options=options, calls=("speculate",), ours=ours)
 
 
 def _our_options(directory: str, variant: str, site: Site) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def test_differences_are_in_standard_deviations() -> None:
     assert differences == {"max_difference": 3.0, "rms_difference": 1.5, "top_1_agreement": 0.5}
 
 
-SITE = roster.Site(Path("small"), True, Path("model.gguf"), 64, 2, {"llama.cpp": "python", "vllm": "python"})
+SITE = roster.Site(Path("small"), True, Path("scratch"), 64, 2, {"llama.cpp": "python", "vllm": "python"})
 
 
 class Scripted:
