@@ -112,8 +112,9 @@ class Executor:
         index[: len(rows)] = rows
         # one by one, so that all passes, and engines of one vocabulary, share the program that chooses, which is large
         logits, aux_hidden = self.prefilled
+        first_token = programs.first_token_program()
         chosen = [
-            programs.first_token(_row(logits, row), length[[place]], token_ids[[place]], params[place])
+            first_token(_row(logits, row), length[[place]], token_ids[[place]], params[place])
             for place, row in enumerate(rows)
         ]
         if size == 1:

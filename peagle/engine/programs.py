@@ -23,6 +23,7 @@ from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import Counts
 from peagle.ops import native
 from peagle.ops.attention import PagedCache, Pages
+from peagle.ops.cuda import graphs
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import DrafterWithoutCaches
@@ -61,6 +62,12 @@ class ProgramShape:
     counts: Counts | None = None
 
 
+def _compiled(function: Callable[..., Any], *donated: int, alone: bool = False) -> Any:
+    """Compile a function. Branches are decided on the device. alone: operations are launched one by one."""
+    options = NO_GRAPHS if alone else graphs.options()
+    return jax.jit(function, donate_argnums=donated, compiler_options=options)
+
+
 def _once(make: Make) -> Make:
     """Cache results as functools.cache does, but never call `make` twice if threads need one result at once."""
     kept, lock = functools.cache(make), threading.Lock()
@@ -81,7 +88,7 @@ def init_program(models: Any, shape: ProgramShape) -> Any:
         sizes = shape.slots, shape.context, shape.num_drafts
         return init_state(target, drafter, *sizes, *pages, shape.adaptive, shape.counts, lookup)
 
-    return jax.jit(_make)
+    return _compiled(_make)
 
 
 @_once
@@ -100,28 +107,31 @@ def prefill_program(
         left = target_cache.pages, () if drafter_cache is None else drafter_cache.pages
         return left, Prefilled(_dispatched_async(prefilled.logits, chunk.num_rows[0]), prefilled.aux_hidden)
 
-    return jax.jit(_chunk, donate_argnums=1)
+    return _compiled(_chunk, 1)
 
 
-@jax.jit
-def first_token(logits: jax.Array, length: jax.Array, known: jax.Array, params: SlotParams) -> jax.Array:
-    """Return the token after a prompt, `known` unless negative, packed with its log-probabilities: [1, W]."""
-    _traces["first token"] += 1
-    keys = draw_keys(params.sampling, length[:, None])
-    rows, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
+@_once
+def first_token_program() -> Any:
+    def first_token(logits: jax.Array, length: jax.Array, known: jax.Array, params: SlotParams) -> jax.Array:
+        """Return the token after a prompt, `known` unless negative, packed with its log-probabilities: [1, W]."""
+        _traces["first token"] += 1
+        keys = draw_keys(params.sampling, length[:, None])
+        rows, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
 
-    def plainly() -> tuple[jax.Array, jax.Array]:
-        width = LogProbs.packed_width(rows.shape[-1])
-        return choose(rows, params.sampling, keys), jnp.zeros((1, 1, width), jnp.int32)
+        def plainly() -> tuple[jax.Array, jax.Array]:
+            width = LogProbs.packed_width(rows.shape[-1])
+            return choose(rows, params.sampling, keys), jnp.zeros((1, 1, width), jnp.int32)
 
-    def fully() -> tuple[jax.Array, jax.Array]:
-        stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
-        token = choose(adjust(rows, no_drafts, params.adjustments, stops, masks), params.sampling, keys)
-        return token, log_probs(rows, token).pack()
+        def fully() -> tuple[jax.Array, jax.Array]:
+            stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
+            token = choose(adjust(rows, no_drafts, params.adjustments, stops, masks), params.sampling, keys)
+            return token, log_probs(rows, token).pack()
 
-    chosen, packed = jax.lax.cond(params.full_logits[0], fully, plainly)
-    token = jnp.where(known >= 0, known, chosen[:, 0])
-    return _dispatched_async(jnp.concatenate([token[:, None], packed[:, 0]], axis=1), length[0])
+        chosen, packed = jax.lax.cond(params.full_logits[0], fully, plainly)
+        token = jnp.where(known >= 0, known, chosen[:, 0])
+        return _dispatched_async(jnp.concatenate([token[:, None], packed[:, 0]], axis=1), length[0])
+
+    return _compiled(first_token)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -155,7 +165,7 @@ def read_tokens_program(model: Any) -> Any:
         after = drafter.absorb(drafter.restart(row), token_ids, no_aux, positions)
         return jax.tree.map(lambda into, leaf: jax.lax.dynamic_update_slice_in_dim(into, leaf, slot, 0), state, after)
 
-    return jax.jit(_read_tokens, donate_argnums=1)
+    return _compiled(_read_tokens, 1)
 
 
 @_once
@@ -173,7 +183,7 @@ def steps_program(models: Any, kind: StepKind, shape: ProgramShape, launches_alo
 
     # the name that peagle.measure.profile looks for
     _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full_logits else "_sampled" if kind.sampled else "")
-    return jax.jit(_run, donate_argnums=1, compiler_options=NO_GRAPHS if launches_alone else None)
+    return _compiled(_run, 1, alone=launches_alone)
 
 
 @_once
@@ -196,7 +206,7 @@ def propose_program(models: Any, kind: StepKind, shape: ProgramShape) -> Any:
         proposed = dataclasses.replace(proposed, widths=_dispatched_async(proposed.widths, plan[0, 0]))
         return (left.drafter_state, left.lookup_state), proposed
 
-    return jax.jit(_propose_drafts, donate_argnums=1)
+    return _compiled(_propose_drafts, 1)
 
 
 @_once
@@ -211,7 +221,7 @@ def verify_program(model: Any, shape: ProgramShape) -> Any:
         aux_hidden = _dispatched_async(verified.aux_hidden, plan[0, 0])
         return after.target_cache.pages, dataclasses.replace(verified, aux_hidden=aux_hidden)
 
-    return jax.jit(_verify_drafts, donate_argnums=1)
+    return _compiled(_verify_drafts, 1)
 
 
 @_once
@@ -232,7 +242,7 @@ def accept_and_commit_program(kind: StepKind, shape: ProgramShape) -> Any:
         after, output = accept_and_commit(rows, proposed, verified, kind.costs(costs, plan.shape[0]), kind, masks)
         return put(small, batch, after), _dispatched_async(output.pack()[None], plan[0, 0])
 
-    return jax.jit(_accept_drafts, donate_argnums=0)
+    return _compiled(_accept_drafts, 0)
 
 
 @_once
@@ -245,7 +255,7 @@ def absorb_program(models: Any, shape: ProgramShape) -> Any:
         left = put(state, batch, after)
         return dataclasses.replace(left, length=_dispatched_async(left.length, plan[0, 0]))
 
-    return jax.jit(_catch_up, donate_argnums=1)
+    return _compiled(_catch_up, 1)
 
 
 @jax.jit

@@ -266,8 +266,10 @@ def absorb(drafter: Drafter | None, lookup: Drafter | None, state: DecodeState) 
     last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # inactive rows keep their input
 
     def first(rows: jax.Array) -> jax.Array:
-        index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
-        return jax.lax.dynamic_update_slice_in_dim(rows, jnp.take_along_axis(rows, index, axis=1), 0, 1)
+        # not a slice update: XLA on GPUs makes a copy of one, which CUDA before 12.9 does not take into a loop's graph
+        shape = (-1, *(1 for _ in rows.shape[1:]))
+        kept = jnp.take_along_axis(rows, last.reshape(shape), axis=1)
+        return jnp.where((jnp.arange(rows.shape[1]) == 0).reshape(1, -1, *shape[2:]), kept, rows)
 
     left = DrafterInput(
         first(before.token_ids),

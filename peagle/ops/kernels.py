@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 import jax
 
 from peagle.ops import cuda, native
+from peagle.ops.cuda import graphs
 
 # An argument of every op with several implementations. A name means this implementation or an InputError. None means
 # the CUDA kernels if they run here and take the operands, else XLA. The native CPU kernels run only by name or for
@@ -23,4 +24,7 @@ def describe_kernels() -> str:
     Raises InputError if PEAGLE_KERNELS names kernels that do not run here.
     """
     _, of_the_cpu = native.status()
-    return cuda.status()[1] if jax.default_backend() == "gpu" else of_the_cpu
+    if jax.default_backend() != "gpu":
+        return of_the_cpu
+    _, reason = graphs.status()
+    return cuda.status()[1] + (f"; the host waits at branches: {reason}" if reason else "")
