@@ -1,17 +1,22 @@
 """Check on a GPU in one call that this project is right, and measure how fast it is.
 
-    python -m scripts.gpu_check --out DIR                          # 20b and 120b shapes, about ten minutes
-    python -m scripts.gpu_check --out DIR --shapes 20b --minutes 5
-    python -m scripts.gpu_check --out DIR --only peers,120b             # these sections alone, for a second call
+    python -m scripts.gpu_check --out DIR                          # 20b and 120b shapes, eight minutes
+    python -m scripts.gpu_check --out DIR --only conformance,peers      # in a call of their own, four minutes
+    python -m scripts.gpu_check --out DIR --shapes 120b --minutes 5
     python -m scripts.gpu_check --out DIR --mesh tp=2 --mesh tp=4 --only mesh       # also over several GPUs
     python -m scripts.gpu_check --out DIR --shapes tiny --any-device    # a rehearsal on any device
 
 Needs no network, no checkpoint and no installation; run it in the checkout. Only the conformance suite needs what the
-tests do. Weights are random and made in the device's memory. First come the checks of `peagle check` (the kernels'
-launcher is compiled if it is missing) and the conformance suite. Then, for each shape: prefill, decoding and verify
-passes, by XLA's own code, too; the parts of a step; speculation with acceptance drawn at given rates (marked synthetic:
-it measures what a step costs), by drafter, head and batch; and this project beside transformers (scripts.bench peers).
-With --mesh also a small target over those devices against the whole one, and the passes of a larger one over them.
+tests do, and the server what it needs itself. Weights are random and made in the device's memory.
+
+First come the checks of `peagle check` (the kernels' launcher is compiled if it is missing). Then, for each shape:
+prefill, decoding and verify passes; speculation with acceptance drawn at given rates (marked synthetic: it measures
+what a step costs), by fixed K and auto, at temperature 1, too; the server beside its engine alone; the parts of a step.
+With --mesh also a small target over those devices against the whole one, and the passes of a larger one over them. Last
+come other drafters, heads, batches and contexts, and XLA's own code.
+
+The conformance suite and the peers (this project beside transformers, scripts.bench peers) run if --only names them:
+they are processes of their own, which need the memory that this one keeps.
 
 `--out` (which must not exist yet) gets a line in raw.jsonl with every figure, so that a run that is cut off has lost
 nothing, and run.json and README.md after each section. Sections that do not fit into --minutes are named as left out;
@@ -191,20 +196,23 @@ def checked_mesh(text: str) -> MeshShape:
 
 
 def sections_of(shapes: Sequence[str], meshes: Sequence[MeshShape], only: str | None) -> list[Section]:
-    """List the sections; `only`: those whose names begin so. Raises InputError if none does."""
+    """List the sections; `only`: those whose names begin so. Raises InputError if none does.
+
+    Sections that are processes of their own are among them only if they are named.
+    """
+    all_shapes = [Shape(name) for name in shapes]
     sections = [
         Section("kernels", kernels, 30),
         Section("bandwidth", bandwidth, 10),
         Section("parity", parity, 30),
         Section("losslessness", losslessness, 80),
-        Section("conformance", conformance, 120),
-        # before this process takes the memory
-        Section("peers", peers, 150),
         *(Section(f"mesh {shape}", functools.partial(over_devices, shape), 90) for shape in meshes),
-        *(section for name in shapes for section in Shape(name).sections(60)),
+        *(section for shape in all_shapes for section in shape.sections(60, further=False)),
+        *(section for shape in all_shapes for section in shape.sections(60, further=True)),
     ]
     if only is None:
         return sections
+    sections += [Section("conformance", conformance, 120), Section("peers", peers, 150)]
     beginnings = tuple(only.split(","))
     named = [section.name for section in sections if not section.name.endswith(MEMORY)]
     if not any(name.startswith(beginnings) for name in named):
@@ -270,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__doc__)
     add_run_options(parser)
     parser.add_argument("--shapes", default="20b,120b", help=f"of {', '.join(SIZES)} (default %(default)s)")
-    parser.add_argument("--minutes", type=float, default=9.5, help="nothing is begun after them (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=8, help="nothing is begun after them (default %(default)s)")
     parser.add_argument("--only", metavar="SECTIONS", help="those whose names begin so, with commas between")
     parser.add_argument(
         "--mesh", metavar="tp=N,ep=N", action="append", default=[], help="several devices, too; may be repeated"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peagle.config import NumDrafts
+from peagle.config import NumDrafts, SamplingParams
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, StepRecord
 from peagle.ops.errors import InputError
@@ -70,11 +70,15 @@ def synthetic_engine(
 
 
 def random_request(
-    vocab_size: int, number: int, new_tokens: int = NEW_TOKENS, prompt_tokens: int = PROMPT_TOKENS
+    vocab_size: int,
+    number: int,
+    new_tokens: int = NEW_TOKENS,
+    prompt_tokens: int = PROMPT_TOKENS,
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008  # frozen
 ) -> Request:
     """Make a request of random tokens."""
     ids = np.random.default_rng(2 + number).integers(0, vocab_size, prompt_tokens)
-    return Request(tuple(map(int, ids)), new_tokens, stop_token_ids=(), index=number)
+    return Request(tuple(map(int, ids)), new_tokens, sampling, stop_token_ids=(), index=number)
 
 
 def time_steps(engines: Mapping[int | str, AnyEngine], requests: Sequence[Request], repeats: int) -> Iterator[Json]:

@@ -13,4 +13,8 @@ python=${PYTHON:-python3}
 "$environment/bin/pip" install --quiet torch==2.13.0
 # the kernels of every instruction set, where an installation compiles those of its machine alone
 PEAGLE_INSTRUCTION_SETS=all "$environment/bin/pip" install --quiet -e '.[test]'
+# XLA's compiler for GPUs, in a folder of its own: JAX would look for a GPU at every start of an environment that has it
+jax=$("$environment/bin/python" -c 'import jax; print(jax.__version__)')
+[ "$(uname -sm)" != "Linux x86_64" ] || "$environment/bin/pip" install --quiet --no-deps --upgrade \
+  --target "$environment/gpu_compiler" "jax-cuda12-plugin==$jax" "jax-cuda12-pjrt==$jax" nvidia-cuda-nvcc-cu12
 "$environment/bin/python" -m pytest

@@ -143,6 +143,7 @@ COMPILING = (
     "peagle/workflows/training/test_training.py",
     "scripts/test_bench_peers.py",
     "scripts/test_gpu_check.py",
+    "scripts/test_gpu_programs.py",
     "target/test_memory.py",
     "target/test_model.py",
     "target/test_native.py",

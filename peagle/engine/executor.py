@@ -81,14 +81,10 @@ class Executor:
 
     def prefill(self, plan: np.ndarray, with_drafter: bool) -> jax.Array:
         """Compute a chunk (`chunk_plan`); return an array to wait for."""
-        state, drafter = self.state, self.drafter
-        absorbs = with_drafter and drafter is not None and bool(drafter.cache_groups)
-        models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
-        pages = state.target_cache.pages, state.drafter_state.pages if absorbs else ()
-        shape = self.shape
-        program = programs.prefill_program(tree, shape.num_target_groups, shape.table_widths, shape.blocks)
-        (target_pages, drafter_pages), self._prefilled = program(models, pages, plan)
-        drafter_state = PagedCache(drafter_pages, ()) if absorbs else state.drafter_state
+        state = self.state
+        program, operands = self.prepared_prefill(state, plan, with_drafter)
+        (target_pages, drafter_pages), self._prefilled = program(*operands)
+        drafter_state = PagedCache(drafter_pages, ()) if drafter_pages else state.drafter_state
         target_cache = PagedCache(target_pages, ())
         self._state = dataclasses.replace(state, target_cache=target_cache, drafter_state=drafter_state)
         return self._prefilled.logits
@@ -170,6 +166,15 @@ class Executor:
         program = programs.steps_program(tree, kind, self.shape, self.launches_alone)
         unused: dict[str, Any] = dict.fromkeys(_unused_leaves(kind))
         return program, [models, dataclasses.replace(state, **unused), plan, costs, np.int32(count)]
+
+    def prepared_prefill(self, state: DecodeState, plan: np.ndarray, with_drafter: bool) -> tuple[Any, list[Any]]:
+        """Return (the program of a chunk, its operands)."""
+        drafter, shape = self.drafter, self.shape
+        absorbs = with_drafter and drafter is not None and bool(drafter.cache_groups)
+        models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
+        pages = state.target_cache.pages, state.drafter_state.pages if absorbs else ()
+        program = programs.prefill_program(tree, shape.num_target_groups, shape.table_widths, shape.blocks)
+        return program, [models, pages, plan]
 
     def absorb(self, plan: np.ndarray) -> None:
         """Let the drafter absorb the input of a plan's slots, except each last row."""

@@ -24,9 +24,10 @@ def page(record: Json) -> list[Block]:
         "graphs less time lies between them.",
         _checks(rows),
         _parts(rows),
+        _served([row for row in rows if "over_engine" in row]),
         _passes([row for row in rows if "kind" in row]),
         _steps(steps),
-        *(_against([row for row in steps if row["k"]], first, other) for other in others),
+        *(_against([row for row in steps if row["k"] and not row["temperature"]], first, other) for other in others),
         _profiles([row for row in rows if isinstance(row.get("profile"), dict)]),
         _published(steps, record["config"]["published"]),
         _peers([row for row in rows if "peer" in row]),
@@ -65,6 +66,21 @@ def _parts(rows: list[Json]) -> Table:
     return table([row for row in rows if "part" in row], columns)
 
 
+def _served(rows: list[Json]) -> Table:
+    columns = {
+        "shape": cell("shape"),
+        "clients": cell("clients"),
+        "tokens in, out": lambda row: f"{row['tokens_in']}, {row['tokens_out']}",
+        "server's tok/s": cell("tok_per_s", ".0f"),
+        "engine's tok/s": cell("engine_tok_per_s", ".0f"),
+        "server over engine": cell("over_engine", ".3f"),
+        "ttft p50, ms": cell("ttft_p50_s", ".1f", 1e3),
+        "itl p50, ms": cell("itl_p50_s", ".2f", 1e3),
+        "itl p99, ms": cell("itl_p99_s", ".2f", 1e3),
+    }
+    return table(rows, columns)
+
+
 def _passes(rows: list[Json]) -> Table:
     columns = {
         "shape": cell("shape"),
@@ -84,7 +100,7 @@ def _steps(rows: list[Json]) -> Table:
     """List steps; of each drafter, head and batch the fastest K is marked."""
 
     def variant(row: Json) -> tuple[Any, ...]:
-        return row["shape"], row["drafter"], row["draft_vocab"], row["batch"]
+        return row["shape"], row["drafter"], row["draft_vocab"], row["temperature"], row["batch"]
 
     best: dict[tuple[Any, ...], float] = {}
     for row in rows:
@@ -93,6 +109,7 @@ def _steps(rows: list[Json]) -> Table:
         "shape": cell("shape"),
         "drafter": cell("drafter"),
         "head": cell("draft_vocab"),
+        "temperature": cell("temperature", "g"),
         "batch": cell("batch"),
         "K": cell("k"),
         "ms a step": cell("step_ms", ".3f"),
@@ -126,7 +143,9 @@ def _profiles(rows: list[Json]) -> Table:
 
 def _published(rows: list[Json], published: list[Json]) -> Table:
     """Project the measured steps at acceptance lengths that others published."""
-    full = [row for row in rows if row["draft_vocab"] == row["vocab_size"] and row["batch"] == 1]
+    full = [
+        row for row in rows if row["draft_vocab"] == row["vocab_size"] and row["batch"] == 1 and not row["temperature"]
+    ]
     projected = [
         {**row, **known, "tok_per_s": 1e3 * known["acceptance_length"] / row["step_ms"]}
         for known in published

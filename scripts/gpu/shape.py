@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
-from peagle.config import AUTO, NumDrafts
+from peagle.config import AUTO, NumDrafts, SamplingParams
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import default_chunk
@@ -29,6 +29,7 @@ from peagle.ops.memory import tree_bytes
 from peagle.pair import Pair
 from peagle.workflows.random_checkpoint import DFLASH, EAGLE_3, P_EAGLE, SIZES, DrafterGeometry
 from scripts.gpu.parts import bytes_of_parts, parts
+from scripts.gpu.serving import over_engine
 from scripts.runs import Json
 from scripts.steps import NEW_TOKENS, PROMPT_TOKENS, PUBLISHED_RATE, random_request, synthetic_engine, time_steps
 from target.model import GptOss
@@ -41,6 +42,7 @@ DRAFTERS = (P_EAGLE, EAGLE_3, DFLASH)
 Batches: TypeAlias = dict[int, tuple[NumDrafts, ...]]  # K by the number of requests
 FIXED: Batches = {1: (0, 5, 7), 8: (0, 3)}
 ADAPTIVE: Batches = dict.fromkeys((1, 8, 32), (0, AUTO))
+SAMPLED: Batches = {1: (0, 5, AUTO), 32: (0,)}  # at temperature 1
 MEMORY = "memory"  # ends the name of the section that frees a shape's weights, which always runs
 ROOM = 1.15  # of the weights: caches, and the temporary memory of a pass
 
@@ -98,13 +100,8 @@ class Passes:
 
 
 OVER_DEVICES = Passes(1, 128, (1, 4, 8), (512,))
-ALONE = (
-    Passes(1, 512, (1, 2, 4, 8), (512, 2048, 8192)),
-    Passes(8, 512, (1, 4)),
-    Passes(32, 512),
-    Passes(64, 512),
-)
-FURTHER = (Passes(256, 512), Passes(1, 8192, (1, 4, 8)), Passes(1, 512, xla=True))
+ALONE = (Passes(1, 512, (1, 2, 4, 8), (512, 2048, 8192)), Passes(8, 512, (1, 4)), Passes(32, 512))
+FURTHER = (Passes(64, 512), Passes(256, 512), Passes(1, 8192, (1, 4, 8)), Passes(1, 512, xla=True))
 PROFILED = (1, 8, 32)  # requests
 
 
@@ -115,8 +112,8 @@ class Shape:
         self.name, self.config = name, SIZES[name]
         self._weights: Any = None
 
-    def sections(self, seconds: float) -> Iterator[Section]:
-        """Yield the shape's sections, of so many seconds; the last one frees its weights."""
+    def sections(self, seconds: float, further: bool) -> Iterator[Section]:
+        """Yield the first, or the further sections, of so many seconds; the last one frees the weights."""
 
         def speculation(name: str, factor: int, *arguments: Any) -> Section:
             return Section(f"{self.name}: {name}", functools.partial(self.speculation, *arguments), factor * seconds)
@@ -124,15 +121,20 @@ class Shape:
         def alone(passes: Passes) -> Section:
             return Section(f"{self.name}: {passes}", functools.partial(self.target_alone, passes), seconds)
 
-        yield Section(f"{self.name}: sizes", self.sizes, 1)
-        yield from map(alone, ALONE)
-        yield Section(f"{self.name}: parts", self.by_part, seconds)
-        yield from (speculation(kind.name, 1, kind, None, FIXED) for kind in DRAFTERS)
-        yield speculation("auto", 2, P_EAGLE, None, ADAPTIVE)
-        if self.config.vocab_size > NARROW_VOCAB:
-            for kind in DRAFTERS:
+        first, *others = DRAFTERS
+        if further:
+            yield from (speculation(kind.name, 1, kind, None, FIXED) for kind in others)
+            yield from map(alone, FURTHER)
+            for kind in DRAFTERS if self.config.vocab_size > NARROW_VOCAB else ():
                 yield speculation(f"{kind.name}, head of {NARROW_VOCAB}", 1, kind, NARROW_VOCAB, {1: (0, 7)})
-        yield from map(alone, FURTHER)
+        else:
+            yield Section(f"{self.name}: sizes", self.sizes, 1)
+            yield from map(alone, ALONE)
+            yield speculation(first.name, 1, first, None, FIXED)
+            yield speculation("auto", 2, first, None, ADAPTIVE)
+            yield speculation("sampled", 1, first, None, SAMPLED, SamplingParams(1.0))
+            yield Section(f"{self.name}: server", self.server, seconds)
+            yield Section(f"{self.name}: parts", self.by_part, seconds)
         yield Section(f"{self.name}: {MEMORY}", self.free, 0)
 
     @property
@@ -143,8 +145,11 @@ class Shape:
             free = stats.get("bytes_limit", float("inf")) - stats.get("bytes_in_use", 0)
             if needed > free:
                 raise TooLarge(f"{self.name} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
-            self._weights = random_params(self.config, 0)
+            self._weights = self.random_weights()
         return self._weights
+
+    def random_weights(self) -> Any:
+        return random_params(self.config, 0)
 
     def free(self) -> Iterator[Json]:
         """Free the weights."""
@@ -188,7 +193,17 @@ class Shape:
             for part, us in spent.items():
                 yield {"shape": self.name, "part": part, "batch": batch, "us": us, "mb": read.get(part, 0.0) / 1e6}
 
-    def speculation(self, kind: DrafterGeometry, vocab: int | None, batches: Batches) -> Iterator[Json]:
+    def server(self) -> Iterator[Json]:
+        """Measure the server beside its engine alone."""
+        yield from ({"shape": self.name, **row} for row in over_engine(self.pair()))
+
+    def speculation(
+        self,
+        kind: DrafterGeometry,
+        vocab: int | None,
+        batches: Batches,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  # frozen
+    ) -> Iterator[Json]:
         """Time steps with a drafter of a public geometry, and plain decoding beside them in turns.
 
         Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one
@@ -203,6 +218,7 @@ class Shape:
             "drafter": kind.name,
             "vocab_size": vocab_size,
             "draft_vocab": vocab or vocab_size,
+            "temperature": sampling.temperature,
         }
         engines = {
             batch: {k: synthetic_engine(pair, k, batch, PUBLISHED_RATE) for k in ks} for batch, ks in batches.items()
@@ -210,22 +226,26 @@ class Shape:
         started = time.perf_counter()
         with ThreadPoolExecutor() as pool:
             fixed = [engine for by_k in engines.values() for k, engine in by_k.items() if k != AUTO]
-            list(pool.map(lambda engine: engine.warm_up(), fixed))
+            list(pool.map(lambda engine: engine.warm_up(sampled=sampling.temperature > 0), fixed))
         yield {"shape": self.name, "batches": list(engines), "compiling_s": time.perf_counter() - started}
         for batch, by_k in engines.items():
             if AUTO in by_k:
-                by_k[AUTO].warm_up()
-            requests = [random_request(vocab_size, number) for number in range(batch)]
+                by_k[AUTO].warm_up(sampled=sampling.temperature > 0)
+            requests = [random_request(vocab_size, number, sampling=sampling) for number in range(batch)]
             for row in time_steps(by_k, requests, REPEATS):
                 yield line | row
-        if vocab is None and 7 in engines[1]:  # last, since its program compiles anew
+        if vocab is None and 7 in batches[1]:  # last, since its program compiles anew
             yield line | {"batch": 1, "k": 7} | shares(engines[1][7], random_request(vocab_size, 0))
 
     def random_drafter(self, kind: DrafterGeometry, draft_vocab: int | None) -> Any:
         """Make a drafter that shares its target's embedding: 80 GB have little room beside the 120b."""
         shape = kind.config(self.config, draft_vocab)
         make = jax.jit(lambda key: init_drafter(shape, key, jnp.bfloat16).replace(embedding=None))
-        return drafter_of(make(jax.random.key(3)).replace(embedding=self.weights.embedding), shape)
+        return drafter_of(self.made(make, jax.random.key(3)).replace(embedding=self.weights.embedding), shape)
+
+    def made(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """Make arrays on the device."""
+        return make(*arguments)
 
 
 def shares(engine: AnyEngine, request: Request) -> Json:

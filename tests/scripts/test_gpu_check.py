@@ -11,6 +11,8 @@ import pytest
 from peagle.measure.pages import markdown
 from scripts import gpu_check
 from scripts.gpu import page, shape
+from scripts.gpu.serving import over_engine
+from scripts.serving.models import Load
 
 
 def call(*arguments: object) -> int:
@@ -42,10 +44,11 @@ def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.Monke
     for name in ("parity", "losslessness", "conformance"):
         monkeypatch.setattr(gpu_check, name, broken)
     monkeypatch.setattr(gpu_check, "peers", slow)
-    for name in ("target_alone", "speculation", "by_part"):
+    for name in ("target_alone", "speculation", "server", "by_part"):
         monkeypatch.setattr(shape.Shape, name, lambda *_: iter(()))
     out = tmp_path / "run"
-    assert call("--out", out, "--shapes", "tiny", "--any-device") == 1
+    only = ("--only", "kernels,bandwidth,parity,losslessness,conformance,peers,tiny")
+    assert call("--out", out, "--shapes", "tiny", "--any-device", *only) == 1
     rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert [row["section"] for row in rows if row.get("ok") is False] == ["parity", "losslessness", "conformance"]
     assert any("copy_gb_per_s" in row for row in rows)
@@ -81,15 +84,16 @@ def test_a_section_that_there_is_not_is_told_in_a_line(capsys: pytest.CaptureFix
     assert call("--out", tmp_path / "run", *options) == 2
     error = capsys.readouterr().err
     assert "--only speed names no section; they are kernels, bandwidth, parity" in error
-    assert "conformance, peers, tiny: sizes, tiny: 1 after 512, tiny: 8 after 512, " in error
-    assert "tiny: 64 after 512, tiny: parts, tiny: P-EAGLE, 4 layers, tiny: EAGLE-3, 1 layer, " in error
-    assert error.endswith("tiny: 1 after 512 by XLA\n")
+    assert "losslessness, tiny: sizes, tiny: 1 after 512, tiny: 8 after 512, " in error
+    assert "tiny: P-EAGLE, 4 layers, tiny: auto, tiny: sampled, tiny: server, tiny: parts, tiny: EAGLE-3" in error
+    assert error.endswith("tiny: 1 after 512 by XLA, conformance, peers\n")
     assert not (tmp_path / "run").exists()
 
 
 def test_the_page_has_every_table() -> None:
     spread = {"median": 2.0, "lowest": 1.5, "highest": 2.5}
     step = {"shape": "20b", "draft_vocab": 9, "vocab_size": 9, "batch": 1, "step_ms": 2.0, "tokens_a_step": 3.0}
+    step |= {"temperature": 0.0}
     parts = ("draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms")
     rows = [
         {"section": "bandwidth", "copy_gb_per_s": 2000.0},
@@ -102,6 +106,9 @@ def test_the_page_has_every_table() -> None:
          "profile": dict.fromkeys(parts, 0.25)},
         {**step, "drafter": "P-EAGLE, 4 layers", "k": 5, "cycle_cost": 1.5, "tok_per_s": 500.0},
         {**step, "drafter": "EAGLE-3, 1 layer", "k": 5, "cycle_cost": 1.8, "tok_per_s": 400.0, "step_ms": 2.5},
+        {**step, "drafter": "P-EAGLE, 4 layers", "k": 5, "cycle_cost": 2.0, "tok_per_s": 300.0, "temperature": 1.0},
+        {"shape": "20b", "clients": 32, "tokens_in": 512, "tokens_out": 128, "tok_per_s": 1700.0, "over_engine": 0.85,
+         "engine_tok_per_s": 2000.0, "ttft_p50_s": 0.5, "itl_p50_s": 0.004, "itl_p99_s": 0.04},
         {"peer": "transformers-bf16", "checkpoint": "L", "engine": "transformers-bf16", "computes": "torch",
          "decode_tok_per_s": spread, "ours_over_peer_decode": spread, "v": {"4": spread}, "max_difference": 0.5},
     ]  # fmt: skip
@@ -124,13 +131,15 @@ def test_the_page_has_every_table() -> None:
     assert "| parity | ok True |" in text
     assert "| 20b | 4 | attention | 0.100 | 100 | 50% |" in text
     assert "| 20b | CUDA | verify 4 | 1 | 512 | 2 (1.5..2.5) | 2 (1.5..2.5) | 1.25 | 14.00 |" in text
-    assert "| 20b | P-EAGLE, 4 layers | 9 | 1 | 7 | 2.000 | 1.60 | 3.00 | 600 (best) |" in text
-    assert "| 20b | P-EAGLE, 4 layers | 9 | 1 | 5 | 2.000 | 1.50 | 3.00 | 500 |" in text
+    assert "| 20b | P-EAGLE, 4 layers | 9 | 0 | 1 | 7 | 2.000 | 1.60 | 3.00 | 600 (best) |" in text
+    assert "| 20b | P-EAGLE, 4 layers | 9 | 0 | 1 | 5 | 2.000 | 1.50 | 3.00 | 500 |" in text
+    assert "| 20b | P-EAGLE, 4 layers | 9 | 1 | 1 | 5 | 2.000 | 2.00 | 3.00 | 300 (best) |" in text
+    assert "| 20b | 32 | 512, 128 | 1700 | 2000 | 0.850 | 500.0 | 4.00 | 40.00 |" in text
     assert "| 20b | P-EAGLE, 4 layers | 7 | 0.2500 |" in text
     assert "| 20b | P-EAGLE, 4 layers | 7 | 3.70 | vLLM's post | 1850 | 2.31 |" in text  # 3.7 tokens in 2 ms
     assert "| 20b | 9 | 1 | 5 | 1.25 |" in text
     assert "| L | transformers-bf16 | torch | 2 | 2.00 | 2.00 | 0.5 |" in text
-    assert text.count("\n|---") == 8
+    assert text.count("\n|---") == 9
 
 
 def test_a_shape_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -167,3 +176,12 @@ class Device:
 
     def memory_stats(self) -> dict[str, int]:
         return {"bytes_limit": 90_000_000_000, "bytes_in_use": 10_000_000_000}
+
+
+def test_a_server_is_measured_beside_its_engine() -> None:
+    """The shape's own engine, served in this process; the clients are another."""
+    tiny = shape.Shape("tiny")
+    (row,) = over_engine(tiny.pair(), [Load(2, 2, 16, 12, rounds=1)])
+    assert (row["clients"], row["tokens_in"], row["tokens_out"]) == (2, 16, 12)
+    assert row["over_engine"] == pytest.approx(row["tok_per_s"] / row["engine_tok_per_s"])
+    assert all(row[name] > 0 for name in ("ttft_p50_s", "itl_p50_s", "itl_p99_s"))

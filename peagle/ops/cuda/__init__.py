@@ -5,6 +5,7 @@
     launch.cc    XLA's entry: checks shapes and launches; compiled with the CPU kernels (peagle.ops.native.build)
     calls.py     JAX's entry
     check.py     compares them with a reference before their first use
+    graphs.py    lets XLA take a program's loops and branches into its CUDA graph
 
 If any of this fails, XLA's own code runs instead, and `status` gives the reason. PEAGLE_KERNELS=xla disables the
 kernels.
@@ -68,15 +69,20 @@ def not_taken(limits: str) -> InputError:
 
 
 def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str, *, tiles: bool) -> None:
-    """Register the kernels with XLA for a platform. tiles: include those for Hopper GPUs. Raises CudaError."""
+    """Open the kernels and register them for a platform. tiles: include those for Hopper GPUs. Raises CudaError."""
     if not launcher.exists():
         raise CudaError("the GPU kernels' launcher was not compiled; python -m peagle.ops.native compiles it")
     opened = ctypes.CDLL(str(launcher))
     opened.peagle_cuda_open.restype = ctypes.c_char_p
     if error := opened.peagle_cuda_open(driver.encode(), cubin, ctypes.c_int64(len(cubin)), ctypes.c_int(tiles)):
         raise CudaError(error.decode())
+    register_kernels(opened, platform)
+
+
+def register_kernels(launcher: ctypes.CDLL, platform: str) -> None:
+    """Register the launcher's handlers with XLA for a platform."""
     for name in HANDLERS:
-        handler = jax.ffi.pycapsule(getattr(opened, f"peagle_cuda_{name}"))
+        handler = jax.ffi.pycapsule(getattr(launcher, f"peagle_cuda_{name}"))
         jax.ffi.register_ffi_target(f"peagle_cuda_{name}", handler, platform=platform)
 
 

@@ -34,7 +34,7 @@ def status() -> tuple[bool, str]:
     """Try the options once; return (whether programs are compiled with them, why not)."""
     if jax.default_backend() != "gpu":
         return False, ""
-    if COMMANDS in os.environ.get("XLA_FLAGS", ""):
+    if chosen_by_user():
         return False, f"XLA_FLAGS has {COMMANDS}"
     try:
         # run on the GPU now, even if the first call comes while a program is traced
@@ -43,6 +43,11 @@ def status() -> tuple[bool, str]:
     except Exception as error:  # an unexpected driver or compiler
         return False, " ".join(str(error).split())[:200]
     return True, ""
+
+
+def chosen_by_user() -> bool:
+    """Whether XLA_FLAGS say what graphs take."""
+    return COMMANDS in os.environ.get("XLA_FLAGS", "")
 
 
 def options() -> dict[str, str | int] | None:

@@ -41,8 +41,11 @@ def tiled_experts(experts: PackedExperts, top_k: int) -> PackedExperts | TiledEx
         and cuda.has_tiles()
         and max(int(scales.max()) for scales in (experts.gate_up_scales, experts.down_scales)) <= LARGEST_SCALE
     )
-    if not takes:
-        return experts
+    return tile(experts) if takes else experts
+
+
+def tile(experts: PackedExperts) -> TiledExperts:
+    """Lay out a layer's experts for a Hopper GPU, whose kernels must take them (`tiled_experts`)."""
     return TiledExperts(
         _pack(experts.gate_up_blocks, experts.gate_up_scales),
         experts.gate_up_bias,
