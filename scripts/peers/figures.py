@@ -89,6 +89,8 @@ def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, 
         }
     if settings.requests and "decode_many" in entry.calls:
         row["together"] = {str(count): together(count) for count in settings.requests}
+    if entry.name in measured.experts:
+        row["experts"] = measured.experts[entry.name]
     if "speculate" in entry.calls:
         row["drafting"] = {str(count): drafting(count) for count in settings.requests_with_drafts}
     return row | measured.checks.get(entry.name, {})

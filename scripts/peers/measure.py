@@ -18,7 +18,7 @@ from peagle.workflows.random_checkpoint import write_random_drafter
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Child
-from scripts.peers.roster import DRAFTERS, LLAMA, OURS, VLLM, Entry, Site, drafting, entry, reference
+from scripts.peers.roster import DRAFTERS, LLAMA, OURS, VLLM, Entry, Site, drafting, entry, naming_experts, reference
 from scripts.runs import Json, Progress, turns
 from target.load import TargetFiles, inspect_target, load_target, save_target
 
@@ -64,6 +64,7 @@ class Measured:
     entries: tuple[Entry, ...]
     described: dict[str, Json]  # by engine
     checks: dict[str, Json]  # by engine
+    experts: dict[str, Json]  # of a layer, that so many requests use, by engine that says so
     lines: list[Json]  # one per measurement
 
 
@@ -90,10 +91,15 @@ def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], sa
                 expected = logits_of(remote, tokens, Path(scratch))
                 if LLAMA in engines:
                     rounded = logits_of(remote, tokens, Path(scratch), round_yarn=True)
+        experts: dict[str, Json] = {}
         if LLAMA in engines:
             write_gguf(checkpoint, site.gguf)
         if VLLM in engines and not site.gpu:
             write_unquantised(checkpoint, site.unquantised)
+        if VLLM in engines and settings.requests:
+            say(f"the experts that {VLLM}'s requests use")
+            with naming_experts(site).start() as remote:
+                experts[VLLM] = experts_of(remote, tokens, settings.requests)
         entries = [entry(engine, site) for engine in engines]
         for name in settings.drafters:
             directory = Path(scratch) / name
@@ -107,6 +113,8 @@ def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], sa
             children[own.name] = child = running.enter_context(own.start())
             if "verify" in own.calls:
                 child.described |= child.call("prepare", prompt_ids=tokens.prompt, widths=list(settings.widths))
+            if "experts" in own.calls and settings.requests:
+                experts[own.name] = experts_of(child, tokens, settings.requests)
             if "logits" not in own.calls or not settings.check_tokens:
                 continue
             logits = logits_of(child, tokens, Path(scratch))
@@ -115,7 +123,7 @@ def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], sa
                 checks[own.name]["rounded_yarn"] = compare(logits, rounded)
         lines = list(run_rounds(entries, children, tokens, settings, say))
         described = {engine: child.described for engine, child in children.items()}
-    return Measured(files, tuple(entries), described, checks, lines)
+    return Measured(files, tuple(entries), described, checks, experts, lines)
 
 
 def write_unquantised(directory: Path, copy: Path, dtype: Any = ml_dtypes.bfloat16) -> None:
@@ -157,6 +165,13 @@ def logits_of(child: Child, tokens: Tokens, scratch: Path, **options: Any) -> np
     logits: np.ndarray = np.load(path)
     path.unlink()
     return logits
+
+
+def experts_of(child: Child, tokens: Tokens, counts: Sequence[int]) -> Json:
+    """Average over layers how many experts the last tokens of so many prompts use, as a step of them would."""
+    chosen = np.asarray(child.call("experts", prompts=tokens.prompts(max(counts)))["chosen"])  # [prompt, layer, k]
+    layers = range(chosen.shape[1])
+    return {str(n): float(np.mean([np.unique(chosen[:n, layer]).size for layer in layers])) for n in counts}
 
 
 def compare(logits: np.ndarray, expected: np.ndarray) -> Json:

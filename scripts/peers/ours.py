@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import unittest.mock
 from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.bench import BenchOptions, prefill, time_steps
 from peagle.measure.provenance import version_of
+from peagle.ops.expert_matmul import expert_block
+from peagle.ops.linear import linear
+from peagle.ops.norm import Norm
 from peagle.ops.rope import Yarn
 from peagle.pair import Pair
 from peagle.protocols import PyTree
@@ -103,6 +107,17 @@ class Ours:
         whole_s, steps = timed(num_tokens)
         return {"decode_s": whole_s - prefill_s, "steps": steps / len(prompts)}
 
+    def experts(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """See worker.RoutingEngine."""
+        chosen = []
+        for prompt_ids in prompts:
+            length = len(prompt_ids)
+            positions = np.arange(length, dtype=np.int32)[None]
+            caches = self._target.init_cache(1, length, length)
+            ids = _experts_of_last(self._target, np.asarray([prompt_ids], np.int32), positions, caches)
+            chosen.append(np.asarray(ids).tolist())
+        return {"chosen": chosen}
+
     def _engine(self, requests: Sequence[Request], num_drafts: int = 0) -> AnyEngine:
         """Make an engine with a slot for each request, ready to decode."""
         context = self._pair.capacity(requests)
@@ -158,6 +173,21 @@ def rounding_yarn(target: GptOss) -> GptOss:
         return target
     rounded = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, truncate=True))
     return target.replace(config=dataclasses.replace(target.config, rope=rounded))  # type: ignore[attr-defined,no-any-return]
+
+
+@jax.jit
+def _experts_of_last(target: GptOss, token_ids: jax.Array, positions: jax.Array, caches: PyTree) -> jax.Array:
+    """Return the experts [layers, k] of the last token of one prompt."""
+    chosen: list[jax.Array] = []
+
+    def recording(x: jax.Array, norm: Norm, router: Any, bias: jax.Array, *operands: Any, **options: Any) -> Any:
+        logits = linear(x[:, -1:], router, bias, norm=norm, implementation=options.get("implementation"))
+        chosen.append(jax.lax.top_k(logits[0, 0], target.config.top_k)[1])
+        return expert_block(x, norm, router, bias, *operands, **options)
+
+    with unittest.mock.patch("target.model.expert_block", recording):
+        target.extend(token_ids, positions, caches)
+    return jnp.stack(chosen)
 
 
 @functools.partial(jax.jit, donate_argnames="caches")

@@ -76,6 +76,7 @@ def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> Iterator[
     if peers:
         yield table(peers, engine | {f"ours / peer, T={w}": _of("ours_over_peer_pass", w) for w in widths})
     yield from _together([row for row in rows if "together" in row])
+    yield from _experts(checkpoint, [row for row in rows if "experts" in row])
     yield from _drafting([row for row in rows if "drafting" in row])
     if checked := [row for row in rows if "max_difference" in row]:
         yield _checks(checked)
@@ -124,6 +125,16 @@ def _together(rows: list[Json]) -> Iterator[Block]:
             ways.setdefault(own.get("way", ""), []).append(number)
         if named := [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]:
             yield f"The faster cache of {row['engine']}: {'; '.join(named)}."
+
+
+def _experts(checkpoint: Json, rows: list[Json]) -> Iterator[Block]:
+    """Lay out how many experts the requests use; nothing if no engine said so."""
+    if not rows:
+        return
+    counts = list(rows[0]["experts"])
+    total = checkpoint["geometry"]["num_experts"]
+    header = [f"experts that a layer reads, of {total}", *(f"requests: {count}" for count in counts)]
+    yield Table(header, [[row["engine"], *(f"{row['experts'][count]:.1f}" for count in counts)] for row in rows])
 
 
 def _drafting(rows: list[Json]) -> Iterator[Block]:

@@ -24,6 +24,7 @@ NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", LLAMA, VL
 DEFAULT = tuple(name for name in NAMES if name != "peagle-xla")
 DRAFTERS = {"p-eagle": P_EAGLE, "eagle3": EAGLE_3}
 ALL_CALLS = ("decode", "verify", "logits", "decode_many")
+OUR_CALLS = (*ALL_CALLS, "experts")
 MOST_REQUESTS = 256  # sequences of a context of llama.cpp
 VLLM_MEMORY = 0.9  # of a GPU, shared by all engines on it
 MXFP4_BYTES = 17 / 32  # of a weight: 4 bits, and its share of its block's scale
@@ -137,12 +138,18 @@ def entry(name: str, site: Site) -> Entry:
         return Entry(name, VLLM, _vllm_options(site), site.pythons[VLLM], *weights, ("decode", "decode_many"))
     if kind == OURS:
         kept = (Storage(4, 4), "float32") if variant and not site.gpu else as_stored
-        return Entry(name, OURS, _our_options(directory, variant, site), sys.executable, *kept, ALL_CALLS)
+        return Entry(name, OURS, _our_options(directory, variant, site), sys.executable, *kept, OUR_CALLS)
     dtype, size = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}[variant]
     options = {"directory": directory, "dtype": dtype, "mxfp4": site.mxfp4, "num_threads": site.num_threads}
     options |= {"device": "cuda" if site.gpu else "cpu"}
     calls = tuple(call for call in ALL_CALLS if call != "decode_many")
     return Entry(name, "transformers", options, sys.executable, Storage(size, size), dtype, calls)
+
+
+def naming_experts(site: Site) -> Entry:
+    """Make the entry of VLLM, alone on a GPU, that says which experts its rows use."""
+    plain = entry(VLLM, replace(site, num_on_gpu=1))
+    return replace(plain, options={**plain.options, "names_experts": True}, calls=("experts",))
 
 
 def drafting(name: str, drafter: str, directory: Path, k: int, site: Site) -> Entry:

@@ -35,13 +35,15 @@ def load(
     parallel: bool = False,
     gpu_memory_frac: float | None = None,
     counts_steps: bool = False,
+    names_experts: bool = False,
 ) -> "Vllm":
     """Load a target, with a drafter or without.
 
     dtype: float32 or bfloat16. parallel: the drafter is a P-EAGLE. gpu_memory_frac: of the GPU's memory, for weights
-    and caches; None: a CPU. counts_steps: keep each step's number of accepted drafts, for `answer`.
+    and caches; None: a CPU. counts_steps: keep each step's number of accepted drafts, for `answer`. names_experts:
+    compute without graphs, for `experts`.
     """
-    options: dict[str, Any] = {"enforce_eager": True} if gpu_memory_frac is None else {}
+    options: dict[str, Any] = {"enforce_eager": True} if names_experts or gpu_memory_frac is None else {}
     if gpu_memory_frac is not None:
         options["gpu_memory_utilization"] = gpu_memory_frac
     if drafter is not None:
@@ -91,6 +93,30 @@ class Vllm:
         before = self._num_steps()
         whole_s, _ = self._timed(prompts, num_tokens)
         return {"decode_s": whole_s - prefill_s, "steps": (self._num_steps() - before) / len(prompts)}
+
+    def experts(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """See worker.RoutingEngine. Prompts run one by one, and hooks read the logits of the routers."""
+        rows: list[list[int]] = []
+        top_k = self._llm.llm_engine.model_config.hf_text_config.num_experts_per_tok
+
+        def read(_module: Any, _inputs: Any, output: Any) -> None:
+            logits = output[0] if isinstance(output, tuple) else output
+            rows.append(torch.topk(logits[-1].float(), top_k).indices.tolist())
+
+        def hook(model: torch.nn.Module) -> int:
+            routers = [module for name, module in model.named_modules() if name.endswith(".router")]
+            self._hooks = [router.register_forward_hook(read) for router in routers]
+            return len(routers)
+
+        (num_layers,) = self._llm.apply_model(hook)
+        chosen = []
+        for prompt_ids in prompts:
+            rows.clear()
+            self._timed([prompt_ids], 1)
+            chosen.append(rows[-num_layers:])
+        for handle in self._hooks:
+            handle.remove()
+        return {"chosen": chosen}
 
     def answer(self, prompt_ids: list[int], num_tokens: int, stop_token_ids: list[int]) -> dict[str, Any]:
         """Decode greedily: {"token_ids": with the stop token, "speculative_decoding": counts}.

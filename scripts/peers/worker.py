@@ -63,6 +63,14 @@ class BatchingEngine(Engine, Protocol):
         ...
 
 
+class RoutingEngine(Engine, Protocol):
+    """An engine that says which experts its rows use."""
+
+    def experts(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Return the experts of each prompt's last token, by layer: {"chosen": [prompt][layer][k]}."""
+        ...
+
+
 class SpeculativeEngine(Engine, Protocol):
     """An engine with a drafter."""
 

@@ -290,6 +290,32 @@ def test_ours_counts_the_steps_with_drafts_of_a_request(tmp_path: Path) -> None:
     assert 6 <= engine.speculate([[3, 1, 4], [1, 5, 9]], 12)["steps"] <= 11
 
 
+@pytest.mark.parametrize("kernels", ["xla", "auto"])
+def test_the_experts_of_a_step_are_the_ones_that_transformers_chooses(checkpoint: Path, kernels: Any) -> None:
+    """Of each prompt's last token, in every layer, best first."""
+    torch = pytest.importorskip("torch")
+    from transformers import GptOssForCausalLM, Mxfp4Config
+
+    mxfp4 = {"quantization_config": Mxfp4Config(dequantize=True)} if inspect_target(checkpoint).mxfp4 else {}
+    model = GptOssForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **mxfp4)
+    prompts = measure.Tokens(89, settings()).prompts(3)
+    with torch.no_grad():
+        outputs = [model(torch.tensor([ids]), output_router_logits=True).router_logits for ids in prompts]
+    expected = [[logits[-1].topk(2).indices.tolist() for logits in layers] for layers in outputs]
+    engine = ours.load(str(checkpoint), kernels, "float32")
+    assert engine.experts(prompts) == {"chosen": expected}
+
+
+def test_experts_of_several_prompts_are_counted_once() -> None:
+    class Routed(Scripted):
+        def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+            assert (do, len(arguments["prompts"])) == ("experts", 3)
+            return {"chosen": [[[0, 1], [2, 3]], [[1, 4], [3, 2]], [[0, 4], [0, 1]]]}
+
+    tokens = measure.Tokens(89, settings())
+    assert measure.experts_of(Routed(), tokens, (1, 2, 3)) == {"1": 2.0, "2": 2.5, "3": 3.5}  # type: ignore[arg-type]
+
+
 def test_requests_decoded_together_get_the_tokens_that_each_gets_alone() -> None:
     engine = ours.load(str(resolve(DEMO, "target")), "auto", "float32")
     prompts, num_tokens = measure.Tokens(89, settings()).prompts(3), 60
@@ -412,6 +438,7 @@ def measured(checkpoint: Path) -> measure.Measured:
         tuple(roster.entry(name, site) for name in FACTORS),
         {name: {"version": f"{name} 1", "computes": "in its way"} for name in FACTORS},
         {"peagle": check, "llama.cpp": {**check, "rounded_yarn": {**check, "max_difference": 0.125}}},
+        {},
         list(fake_lines()),
     )
 
@@ -474,7 +501,8 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
     """Medians of tokens a second in all, ratios within a round, and who is not there."""
     chosen = settings(requests=(1, 4))
     lines = [*measured.lines, *fake_lines_of_many()]
-    ours_row, peer_row = figures.rows("small", dataclasses.replace(measured, lines=lines), chosen)
+    experts = {"peagle": {"1": 2.0, "4": 3.25}}
+    ours_row, peer_row = figures.rows("small", dataclasses.replace(measured, lines=lines, experts=experts), chosen)
     assert ours_row["together"]["4"]["tok_per_s"] == pytest.approx(
         {"median": 2000 / 1.5, "lowest": 2000 / 3, "highest": 2000}
     )
@@ -483,6 +511,7 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
     assert "together" not in figures.rows("small", measured, settings())[0]
     slow = {key: value for key, value in peer_row.items() if key != "together"} | {"engine": "transformers-bf16"}
     checkpoint = {"name": "small", "parameters": 123e6, "v_by_bytes": {"1": 1.0, "4": 1.2}, "others_frac": None}
+    checkpoint["geometry"] = {"num_experts": 5}
     run = {
         "provenance": dict(PROVENANCE),
         "config": dataclasses.asdict(chosen),
@@ -497,6 +526,8 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
         "| 4 | 1333 (667..2000) | 667 (333..1000) | 2.00 (2.00..2.00) |\n\n"
         "The faster cache of llama.cpp: one for each sequence (requests: 1, 4).\n\n" in text
     )
+    assert "| experts that a layer reads, of 5 | requests: 1 | requests: 4 |" in text
+    assert "| peagle | 2.0 | 3.2 |" in text
     assert "10 steps of all" in text
     assert text.count("one request at a time here: transformers-bf16.") == 1
 
