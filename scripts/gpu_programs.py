@@ -126,7 +126,7 @@ def compile_all(shape: Described, engine: Engine, sampled: Sequence[bool]) -> No
         program.lower(*operands).compile()
     logits, number = shape.on_device(jax.ShapeDtypeStruct((1, vocab_size), jnp.bfloat16)), np.zeros((1,), np.int32)
     params = SlotParams.of(Request((0,), 1), (), vocab_size)
-    programs.first_token_program().lower(logits, number, number, params).compile()
+    programs.first_token_program(False).lower(logits, number, number, params).compile()
     for with_sampling in sampled:
         engine.programs(with_sampling)
 

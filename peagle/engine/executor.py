@@ -106,12 +106,13 @@ class Executor:
         size = len(slots)
         index = np.zeros((size,), np.int32)
         index[: len(rows)] = rows
-        # one by one, so that all passes, and engines of one vocabulary, share the program that chooses, which is large
+        # one by one, so that all passes, and engines of one vocabulary, share the programs that choose, which are large
         logits, aux_hidden = self.prefilled
-        first_token = programs.first_token_program()
         chosen = [
-            first_token(_row(logits, row), length[[place]], token_ids[[place]], params[place])
-            for place, row in enumerate(rows)
+            programs.first_token_program(bool(own.full_logits[0]))(
+                _row(logits, row), length[[place]], token_ids[[place]], own
+            )
+            for place, (row, own) in enumerate(zip(rows, params, strict=True))
         ]
         if size == 1:
             (first,) = chosen

@@ -111,23 +111,20 @@ def prefill_program(
 
 
 @_once
-def first_token_program() -> Any:
+def first_token_program(full_logits: bool) -> Any:
+    """Make the program of the token after a prompt. full_logits: of its request (Request.full_logits)."""
+
     def first_token(logits: jax.Array, length: jax.Array, known: jax.Array, params: SlotParams) -> jax.Array:
-        """Return the token after a prompt, `known` unless negative, packed with its log-probabilities: [1, W]."""
+        """Return the token, `known` unless negative, packed with its log-probabilities: [1, W]."""
         _traces["first token"] += 1
-        keys = draw_keys(params.sampling, length[:, None])
-        rows, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
-
-        def plainly() -> tuple[jax.Array, jax.Array]:
-            width = LogProbs.packed_width(rows.shape[-1])
-            return choose(rows, params.sampling, keys), jnp.zeros((1, 1, width), jnp.int32)
-
-        def fully() -> tuple[jax.Array, jax.Array]:
-            stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
-            token = choose(adjust(rows, no_drafts, params.adjustments, stops, masks), params.sampling, keys)
-            return token, log_probs(rows, token).pack()
-
-        chosen, packed = jax.lax.cond(params.full_logits[0], fully, plainly)
+        keys, rows = draw_keys(params.sampling, length[:, None]), logits[:, None]
+        if full_logits:
+            no_drafts, stops, masks = jnp.zeros((1, 0), jnp.int32), params.stop_token_ids, params.masks
+            rows = adjust(rows, no_drafts, params.adjustments, jnp.asarray(stops), jnp.asarray(masks))
+        chosen = choose(rows, params.sampling, keys)
+        packed = jnp.zeros((1, 1, LogProbs.packed_width(rows.shape[-1])), jnp.int32)
+        if full_logits:
+            packed = log_probs(logits[:, None], chosen).pack()
         token = jnp.where(known >= 0, known, chosen[:, 0])
         return _dispatched_async(jnp.concatenate([token[:, None], packed[:, 0]], axis=1), length[0])
 

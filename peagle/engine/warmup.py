@@ -65,9 +65,12 @@ class WarmUp:
         if constrained:
             kinds = {batches.kind(drafts, sampled=True, full_logits=True) for drafts in batches.possible_drafts}
             cut = {("cut", kind, size) for kind in kinds for size in batches.sizes} - self._warm
-        new = bool(missing or cut or "prompts" not in self._warm)
+        fully = {"full first token"} - self._warm if full_logits or constrained else set()
+        new = bool(missing or cut or fully or "prompts" not in self._warm)
         if "prompts" not in self._warm:
             self._prefill()
+        if fully:
+            self._choose_fully()
         by_size = sorted(missing, key=lambda program: (program[1], str(program[0])))
         steps = [(batches.empty_plan(size), kind) for kind, size in by_size]
         if len(steps) > 1:
@@ -82,7 +85,7 @@ class WarmUp:
             interrupt.check()
             self._cut_step(kind, size)
         engine.executor.settle()
-        self._warm |= missing | cut | {"prompts"}
+        self._warm |= missing | cut | fully | {"prompts"}
         return new
 
     def _prefill(self) -> None:
@@ -101,6 +104,14 @@ class WarmUp:
             engine.executor.admit((0,), absent, ones, -ones, [row])
         if engine.executor.reads_tokens:
             engine.executor.read_tokens(0, (0,))
+
+    def _choose_fully(self) -> None:
+        """Choose the first token of a request of full logits, for no slot."""
+        engine, ones = self._engine, np.ones((1,), np.int32)
+        request = Request((0,), 1, logprobs=0)
+        assert request.full_logits
+        params = SlotParams.of(request, (), engine.target.vocab_size)
+        engine.executor.admit((0,), engine.config.slots * ones, ones, -ones, [params])
 
     def _cut_step(self, kind: StepKind, size: int) -> None:
         engine = self._engine
