@@ -29,13 +29,16 @@ OPTIONS: dict[str, str | int] = {
 ROWS, WIDTH, COUNTS = 2, 2880, (0, 1, 4)  # of the program that is tried; the last are numbers of turns of its loop
 
 
-@functools.cache
 def status() -> tuple[bool, str]:
-    """Try the options once; return (whether programs are compiled with them, why not)."""
+    """Return (whether programs are compiled with the options, why not on this GPU)."""
     if jax.default_backend() != "gpu":
         return False, ""
-    if chosen_by_user():
-        return False, f"XLA_FLAGS has {COMMANDS}"
+    return (False, f"XLA_FLAGS has {COMMANDS}") if chosen_by_user() else trial()
+
+
+@functools.cache
+def trial() -> tuple[bool, str]:
+    """Try the options once; return (whether they work, why not)."""
     try:
         # run on the GPU now, even if the first call comes while a program is traced
         with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():

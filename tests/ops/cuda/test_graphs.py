@@ -22,9 +22,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace()])
     monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    graphs.status.cache_clear()
+    graphs.trial.cache_clear()
     yield
-    graphs.status.cache_clear()
+    graphs.trial.cache_clear()
 
 
 def test_a_cpu_gets_no_options() -> None:

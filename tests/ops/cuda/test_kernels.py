@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 from peagle.ops import cuda, kernels, native
-from peagle.ops.cuda import calls, nvrtc
+from peagle.ops.cuda import calls, graphs, nvrtc
 from peagle.ops.cuda.check import check
 from peagle.ops.expert_matmul import PackedExperts, expert_mlp
 from peagle.ops.native import build
@@ -125,6 +125,7 @@ def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
 def test_the_line_names_the_devices_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.describe_kernels() == native.status()[1]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(graphs, "trial", lambda: (True, ""))
     assert kernels.describe_kernels() == "CUDA, compute capability 9.0"
 
 
