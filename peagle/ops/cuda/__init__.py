@@ -39,9 +39,10 @@ def status() -> tuple[bool, str]:
         capability = _capability()
         architecture = HOPPER if on_hopper(capability) else "sm_" + capability.replace(".", "")
         open_kernels(LAUNCHER, DRIVER, compile_kernels(architecture), "CUDA", tiles=architecture == HOPPER)
-        # run on the GPU now, even if the first call comes while a program is traced
-        with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
-            check(tiles=architecture == HOPPER)
+        # run on the GPUs now, even if the first call comes while a program is traced
+        for device in jax.local_devices():
+            with jax.default_device(device), jax.ensure_compile_time_eval():
+                check(tiles=architecture == HOPPER)
     except Exception as error:  # an unexpected driver, compiler or library
         return False, f"XLA: {' '.join(str(error).split())[:200]}"
     return True, f"CUDA, compute capability {capability}"

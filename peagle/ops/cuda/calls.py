@@ -116,9 +116,7 @@ def paged_attention(
     """
     (batch, width, values), (_, _, kv_heads, head_dim) = qkv.shape, key.shape
     heads = values // head_dim - 2 * kv_heads
-    # one more chunk, because a span may begin within a chunk; splits are a power of two
-    chunks = (min(span, table.shape[1] * PAGE) + CHUNK - 2) // CHUNK + 1
-    splits = min(MOST_SPLITS, 1 << (chunks - 1).bit_length()) if width <= STEP_ROWS else 0
+    splits = num_splits(span, width, table.shape[1] * PAGE) if width <= STEP_ROWS else 0
     parts = (batch, kv_heads, splits, width * heads // kv_heads)
     out, new_key, new_value, *_ = _call(
         "paged_attention",
@@ -132,6 +130,16 @@ def paged_attention(
         in_place={3: 1, 4: 2},
     )
     return out, new_key, new_value
+
+
+def num_splits(span: int, width: int, capacity: int) -> int:
+    """Return into how many splits the context of up to STEP_ROWS rows is cut: a power of two.
+
+    span: see PagedRows. A window's span grows with the rows; the splits, by which a row's bits are summed, must not.
+    """
+    most = min(span + STEP_ROWS - width, capacity)
+    chunks = (most + CHUNK - 2) // CHUNK + 1  # one more, because a span may begin within a chunk
+    return min(MOST_SPLITS, 1 << (chunks - 1).bit_length())
 
 
 def _optional(values: jax.Array | None) -> jax.Array:

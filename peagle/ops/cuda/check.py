@@ -24,8 +24,11 @@ CASES = (
 # of `linear`: (rows, inputs, outputs), of 32 and of 64 outputs a block
 PRODUCTS = ((1, 2080, 32), (9, 80, 4224), (16, 2080, 96))
 # (rows, padding rows among them at the end, pages of the table, window, tokens before): several chunks and tiles of
-# queries, a window, a table that repeats its pages, many rows
-ATTENDED = ((1, 0, 10, 0, 400), (7, 2, 5, 20, 290), (3, 1, 2, 24, 1022), (20, 3, 5, 24, 250))
+# queries, a window, a table that repeats its pages, several chunks of a split; many rows, some pages whole for all
+ATTENDED = (
+    *((1, 0, 10, 0, 400), (7, 2, 5, 20, 290), (3, 1, 2, 24, 1022), (1, 0, 162, 0, 10_300)),
+    *((20, 3, 5, 24, 250), (40, 0, 10, 0, 400)),
+)
 FAR = 0.02  # relative to the largest output: above bfloat16 rounding, below the error of a wrong kernel
 # rows of `expert_block`: one case per kernel (by an expert's most rows), and both ways of routing
 TILED_ROWS, TILED_EXPERTS = (1, 13, 40, 64, 100, 300), 8

@@ -303,7 +303,9 @@ __device__ __forceinline__ void MultiplyTiles(const Work& work) {
     LetNextBegin();
   }
   const int num_tiles = __ldcg(work.num_tiles);
-  for (int i = threadIdx.x; i < num_tiles; i += C::kThreads) tiles[i] = work.tiles[i];
+  // past the first-level cache, in which `down`, which has not waited, could find the tiles of the layer before
+  for (int i = threadIdx.x; i < num_tiles; i += C::kThreads)
+    tiles[i] = {__ldcg(&work.tiles[i].begin), __ldcg(&work.tiles[i].expert_count_width)};
   __syncthreads();
   const int parts = work.matrices.outputs / (64 * C::kConsumers);
   if (threadIdx.x >= C::kConsumers * 128) {

@@ -246,7 +246,8 @@ class Launcher {
     Launch({{x, y, z}, {threads, 1, 1}, shared_bytes, stream_, nullptr, 0}, kernel, arguments);
   }
 
-  // As Launch, for a kernel that itself waits for the kernel before, and so may begin while that still runs.
+  // As Launch, for a kernel that itself waits for the kernel before, and so may begin while that still runs. What it loads
+  // before it waits, weights and norms, must not be an output of the kernel before.
   void LaunchEarly(CUfunc_st* kernel, unsigned x, unsigned y, unsigned threads, unsigned shared_bytes,
                    std::initializer_list<void*> arguments) {
     LaunchAttribute early = {kProgrammaticSerialization, 0, {1}};

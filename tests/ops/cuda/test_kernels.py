@@ -95,6 +95,16 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             jax.block_until_ready(calls.experts(x[:rows], ids[:rows], gate_up, of_down, limit=7.0))
 
 
+@pytest.mark.parametrize("window", [1, 128, 241, 768, 1792, 3840, None])
+def test_the_splits_of_a_context_do_not_depend_on_the_rows_of_a_pass(window: int | None) -> None:
+    """Or a row's bits would: its sums are joined split by split."""
+    capacity = 131_072 if window is None else window + 64
+    spans = {width: capacity if window is None else window + width - 1 for width in range(1, calls.STEP_ROWS + 1)}
+    splits = {calls.num_splits(span, width, capacity) for width, span in spans.items()}
+    assert len(splits) == 1
+    assert next(iter(splits)) * calls.CHUNK >= min(max(spans.values()), calls.MOST_SPLITS * calls.CHUNK)
+
+
 @pytest.fixture(scope="module")
 def bounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compile a program with AddressSanitizer that runs the kernels on buffers without slack."""
