@@ -40,13 +40,12 @@ from peagle.ops.cuda import graphs
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul.cuda import tile
 from peagle.ops.native.build import LAUNCHER
-from peagle.workflows.random_checkpoint import SIZES
 from scripts.gpu.shape import DRAFTERS, Shape
 from scripts.runs import expect_least, in_one_line, new_parser
 from target.random import random_params
 
 GRAPH, WAITS = "kCommandBuffer", ("kWhile", "kConditional")  # XLA's names of a graph, a loop and a branch
-CONTEXT = 1024
+SHAPES, CONTEXT = ("20b", "120b"), 1024
 # what CUDA says of an H100; the driver is of 2024, so that programs need no newer one for their graphs
 H100 = """
 gpu_device_info {
@@ -107,7 +106,12 @@ def described_gpu(compiler: Path) -> Any:
         raise InputError(f"--compiler {compiler} has no jax_plugins; install the packages there as --help says")
     sys.path.insert(0, str(compiler))
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it looks for a GPU
-    device = topologies.get_topology_desc("one", "cuda", target_config=H100, topology="1x1x1").devices[0]
+    try:
+        device = topologies.get_topology_desc("one", "cuda", target_config=H100, topology="1x1x1").devices[0]
+    except NotImplementedError:
+        raise InputError(
+            f"the packages in --compiler {compiler} do not load; expected those of JAX {jax.__version__}: see --help"
+        ) from None
     jax.default_backend = lambda: "gpu"
     cuda.status = lambda: (True, "CUDA, compute capability 9.0")
     cuda._capability = lambda: "9.0"
@@ -116,19 +120,19 @@ def described_gpu(compiler: Path) -> Any:
     return device
 
 
-def compile_all(shape: Described, engine: Engine, sampled: Sequence[bool]) -> None:
+def compile_all(shape: Described, engine: Engine) -> None:
     """Compile the programs of prompts, first tokens and steps."""
     executor, vocab_size = engine.executor, shape.config.vocab_size
     state = shape.on_device(executor.shapes)
-    for count, length in engine.config.pass_shapes[:1]:
-        plan = chunk_plan((), (), length, np.full((count, sum(engine.memory.table_widths)), -1, np.int32))
-        program, operands = executor.prepared_prefill(state, plan, with_drafter=True)
-        program.lower(*operands).compile()
+    count, length = engine.config.pass_shapes[0]
+    plan = chunk_plan((), (), length, np.full((count, sum(engine.memory.table_widths)), -1, np.int32))
+    program, operands = executor.prepared_prefill(state, plan, with_drafter=True)
+    program.lower(*operands).compile()
     logits, number = shape.on_device(jax.ShapeDtypeStruct((1, vocab_size), jnp.bfloat16)), np.zeros((1,), np.int32)
     params = SlotParams.of(Request((0,), 1), (), vocab_size)
     programs.first_token_program(False).lower(logits, number, number, params).compile()
-    for with_sampling in sampled:
-        engine.programs(with_sampling)
+    for sampled in (False, True):
+        engine.programs(sampled)
 
 
 def read_programs(dump: Path) -> Iterator[Program]:
@@ -163,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
     parser.add_argument("--compiler", type=Path, required=True, help="the folder with JAX's packages for CUDA")
-    parser.add_argument("--shape", default="20b", help="20b or 120b (default %(default)s)")
+    parser.add_argument("--shape", default="20b", help=f"{' or '.join(SHAPES)} (default %(default)s)")
     names = [kind.name.split(",")[0] for kind in DRAFTERS]
     parser.add_argument("--drafter", default=names[0], help=f"of {', '.join(names)} (default %(default)s)")
     parser.add_argument("-k", default=AUTO, help="drafts of a step, or auto (default %(default)s)")
@@ -174,20 +178,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, names: Sequence[str]) -> int:
     """Check the options, compile, and print a line for each program."""
-    if options.shape not in SIZES or SIZES[options.shape].hidden_size != graphs.WIDTH:
-        raise InputError(f"--shape is {options.shape!r}; expected 20b or 120b")
+    if options.shape not in SHAPES:
+        raise InputError(f"--shape is {options.shape!r}; expected {' or '.join(SHAPES)}")
     if options.drafter not in names:
         raise InputError(f"--drafter is {options.drafter!r}; expected one of {', '.join(names)}")
     expect_least(1, options, "slots")
-    (k,) = parse_ks(options.k)[:1]
+    k, *others = parse_ks(options.k)
+    if others:
+        raise InputError(f"-k is {options.k!r}; expected one K, or auto")
     with tempfile.TemporaryDirectory() as dump:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
         shape = Described(options.shape, described_gpu(options.compiler))
-        drafter = shape.random_drafter(DRAFTERS[names.index(options.drafter)], None) if k else None
-        pair = shape.pair(drafter)
+        pair = shape.pair(shape.random_drafter(DRAFTERS[names.index(options.drafter)], None))
         engine = pair.engine(pair.engine_config(k, slots=options.slots, context=CONTEXT)).one
-        compile_all(shape, engine, (False, True))
+        compile_all(shape, engine)
         compiled = list(read_programs(Path(dump)))
+    if not compiled:
+        raise InputError(f"XLA of JAX {jax.__version__} wrote no list of its operations, which this script reads")
     print("\n".join(map(str, compiled)))
     return 0 if all(program.one_graph for program in compiled) else 1
 

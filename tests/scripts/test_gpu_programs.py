@@ -41,6 +41,7 @@ def test_bad_options_are_refused_in_a_line(capsys: pytest.CaptureFixture[str], t
         (("--shape", "S"), "--shape is 'S'; expected 20b or 120b"),
         (("--drafter", "MTP"), "--drafter is 'MTP'; expected one of P-EAGLE, EAGLE-3, DFlash"),
         (("--slots", "0"), "--slots is 0; expected 1 or more"),
+        (("-k", "3,5"), "-k is '3,5'; expected one K, or auto"),
     ):
         assert gpu_programs.main(["--compiler", str(tmp_path), *options]) == 2
         assert says in capsys.readouterr().err
