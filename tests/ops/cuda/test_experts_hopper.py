@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from peagle.ops import cuda
-from peagle.ops.cuda import calls, nvrtc
+from peagle.ops.cuda import calls, graphs, nvrtc
 from peagle.ops.cuda.pack import UNIT_WORDS, UNITS_A_GROUP, pack
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tiled_experts
@@ -213,6 +213,19 @@ def test_shapes_that_do_not_fit_are_refused(packed: PackedExperts, tiled: TiledE
     cut = tiled.replace(gate_up=tiled.gate_up[:, :, 1:], down=tiled.down[:, :, 1:])  # type: ignore[attr-defined]
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"gate_up \[8, 30, 44, 3, 544\] is not U32"):
         block.of(cut, 1)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_graphs_are_tried_with_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
+    operands = graphs._operands()
+    x = graphs._halves(np.random.default_rng(0), graphs.ROWS, WIDTH)
+    program, turns = jax.jit(graphs._program), np.int32(2)
+    assert "peagle_cuda_expert_block" in program.lower(x, operands, turns).as_text()
+    result = np.asarray(program(x, operands, turns), np.float32)
+    without = np.asarray(program(x, {"matrix": operands["matrix"]}, turns), np.float32)
+    assert np.isfinite(result).all()
+    assert not np.array_equal(result, without)
 
 
 @pytest.mark.slow
