@@ -89,13 +89,13 @@ class Described(Shape):
             layers = [layer.replace(moe=layer.moe.replace(experts=tile(layer.moe.experts))) for layer in params.layers]
             return params.replace(layers=tuple(layers))
 
-        return self.made(make)
+        return self.on_device(make)
 
-    def made(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        return self.on_device(jax.eval_shape(make, *arguments))
+    def on_device(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        return self.placed(jax.eval_shape(make, *arguments))
 
-    def on_device(self, tree: Any) -> Any:
-        """Place arrays, of which only the shapes are known."""
+    def placed(self, tree: Any) -> Any:
+        """Place arrays, of which only the shapes are known, on the device."""
         place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding)  # noqa: E731
         return jax.tree.map(place, tree)
 
@@ -123,12 +123,12 @@ def described_gpu(compiler: Path) -> Any:
 def compile_all(shape: Described, engine: Engine) -> None:
     """Compile the programs of prompts, first tokens and steps."""
     executor, vocab_size = engine.executor, shape.config.vocab_size
-    state = shape.on_device(executor.shapes)
+    state = shape.placed(executor.shapes)
     count, length = engine.config.pass_shapes[0]
     plan = chunk_plan((), (), length, np.full((count, sum(engine.memory.table_widths)), -1, np.int32))
     program, operands = executor.prepared_prefill(state, plan, with_drafter=True)
     program.lower(*operands).compile()
-    logits, number = shape.on_device(jax.ShapeDtypeStruct((1, vocab_size), jnp.bfloat16)), np.zeros((1,), np.int32)
+    logits, number = shape.placed(jax.ShapeDtypeStruct((1, vocab_size), jnp.bfloat16)), np.zeros((1,), np.int32)
     params = SlotParams.of(Request((0,), 1), (), vocab_size)
     programs.first_token_program(False).lower(logits, number, number, params).compile()
     for sampled in (False, True):
@@ -150,9 +150,9 @@ def program_of(name: str, listing: str) -> Program:
     top: list[str] = []
     waits = 0
     for line in listing.splitlines():
-        if not (found := re.match(r"( *)\d+: (k\w+)", line)):
+        if not (match := re.match(r"( *)\d+: (k\w+)", line)):
             continue
-        indent, kind = len(found[1]), found[2]
+        indent, kind = len(match[1]), match[2]
         while parents and parents[-1][0] >= indent:
             parents.pop()
         waits += kind in WAITS and all(parent != GRAPH for _, parent in parents)

@@ -122,9 +122,8 @@ def first_token_program(full_logits: bool) -> Any:
             no_drafts, stops, masks = jnp.zeros((1, 0), jnp.int32), params.stop_token_ids, params.masks
             rows = adjust(rows, no_drafts, params.adjustments, jnp.asarray(stops), jnp.asarray(masks))
         chosen = choose(rows, params.sampling, keys)
-        packed = jnp.zeros((1, 1, LogProbs.packed_width(rows.shape[-1])), jnp.int32)
-        if full_logits:
-            packed = log_probs(logits[:, None], chosen).pack()
+        none = jnp.zeros((1, 1, LogProbs.packed_width(rows.shape[-1])), jnp.int32)
+        packed = log_probs(logits[:, None], chosen).pack() if full_logits else none
         token = jnp.where(known >= 0, known, chosen[:, 0])
         return _dispatched_async(jnp.concatenate([token[:, None], packed[:, 0]], axis=1), length[0])
 

@@ -1,6 +1,6 @@
 """Serve a pair that is in this process's memory, beside its engine alone; the clients are another process.
 
-python -m scripts.gpu.serving < ROUND.json      # the clients' part: {"url", "clients", "bodies"}; prints figures
+As a program this is the clients: it reads {"url", "clients", "bodies"} from standard input, and prints their figures.
 """
 
 import contextlib
@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from peagle.engine.loop import AnyEngine
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
@@ -24,7 +22,7 @@ from peagle.text.tokenizer import load_tokenizer
 from scripts.runs import ROOT, Json, ratios
 from scripts.scenarios.serve import body_of, by_engine, engine_of
 from scripts.serving.client import figures, together
-from scripts.serving.models import PLAIN, Load, byte_level_tokens, with_tokenizer
+from scripts.serving.models import PLAIN, Load, byte_level_tokens, random_prompts, write_tokenizer
 
 LOADS = tuple(Load(clients, 2 * clients, 512, 128, rounds=3) for clients in (1, 8, 32))
 START_S, ROUND_S = 30.0, 120.0  # time limits
@@ -34,13 +32,12 @@ FIGURES = ("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s")
 
 def over_engine(pair: Pair, loads: Sequence[Load] = LOADS) -> Iterator[Json]:
     """Measure plain decoding by the engine alone, then by a server of the same engine; yield a row of each load."""
-    vocab_size = pair.plain_target.vocab_size
+    vocab_size, served_pair = pair.plain_target.vocab_size, with_bytes(pair)
     for load in loads:
-        rng = np.random.default_rng(load.clients)
-        prompts = rng.integers(0, vocab_size, (load.requests, load.tokens_in)).tolist()
+        prompts = random_prompts(vocab_size, load, seed=load.clients)
         engine = engine_of(pair, 0, load)
         alone = [figures(by_engine(engine, prompts, load)) for _ in range(1 + load.rounds)][1:]
-        with serving(engine, with_bytes(pair), load.context) as url:
+        with serving(engine, served_pair, load.context) as url:
             of_clients(url, replace(load, tokens_out=WARM_UP_TOKENS), prompts[: load.clients])
             served = [of_clients(url, load, prompts) for _ in range(load.rounds)]
         yield {
@@ -57,11 +54,9 @@ def over_engine(pair: Pair, loads: Sequence[Load] = LOADS) -> Iterator[Json]:
 
 def with_bytes(pair: Pair) -> Pair:
     """Give a pair a tokenizer whose texts are bytes, because answers are texts."""
-    with tempfile.TemporaryDirectory() as scratch:
-        nothing, directory = Path(scratch) / "nothing", Path(scratch) / "tokenizer"
-        nothing.mkdir()
-        with_tokenizer(nothing, byte_level_tokens(pair.plain_target.vocab_size), directory)
-        return replace(pair, tokenizer=load_tokenizer(directory))
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(byte_level_tokens(pair.plain_target.vocab_size), Path(directory))
+        return replace(pair, tokenizer=load_tokenizer(Path(directory)))
 
 
 @contextlib.contextmanager
@@ -101,5 +96,5 @@ def of_clients(url: str, load: Load, prompts: Sequence[Sequence[int]]) -> Json:
 
 
 if __name__ == "__main__":
-    round_ = json.load(sys.stdin)
-    print(dumps(figures(together(round_["url"], round_["bodies"], round_["clients"]))))
+    sent = json.load(sys.stdin)
+    print(dumps(figures(together(sent["url"], sent["bodies"], sent["clients"]))))

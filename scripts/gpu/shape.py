@@ -241,9 +241,9 @@ class Shape:
         """Make a drafter that shares its target's embedding: 80 GB have little room beside the 120b."""
         shape = kind.config(self.config, draft_vocab)
         make = jax.jit(lambda key: init_drafter(shape, key, jnp.bfloat16).replace(embedding=None))
-        return drafter_of(self.made(make, jax.random.key(3)).replace(embedding=self.weights.embedding), shape)
+        return drafter_of(self.on_device(make, jax.random.key(3)).replace(embedding=self.weights.embedding), shape)
 
-    def made(self, make: Callable[..., Any], *arguments: Any) -> Any:
+    def on_device(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """Make arrays on the device."""
         return make(*arguments)
 

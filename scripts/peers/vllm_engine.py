@@ -103,18 +103,17 @@ class Vllm:
             logits = output[0] if isinstance(output, tuple) else output
             rows.append(torch.topk(logits[-1].float(), top_k).indices.tolist())
 
-        def hook(model: torch.nn.Module) -> int:
+        def hook(model: torch.nn.Module) -> list[Any]:
             routers = [module for name, module in model.named_modules() if name.endswith(".router")]
-            self._hooks = [router.register_forward_hook(read) for router in routers]
-            return len(routers)
+            return [router.register_forward_hook(read) for router in routers]
 
-        (num_layers,) = self._llm.apply_model(hook)
+        (hooks,) = self._llm.apply_model(hook)  # in this process, so that it returns them
         chosen = []
         for prompt_ids in prompts:
             rows.clear()
             self._timed([prompt_ids], 1)
-            chosen.append(rows[-num_layers:])
-        for handle in self._hooks:
+            chosen.append(rows[-len(hooks) :])
+        for handle in hooks:
             handle.remove()
         return {"chosen": chosen}
 

@@ -110,12 +110,17 @@ def byte_level_tokens(size: int) -> list[str]:
 
 def with_tokenizer(checkpoint: Path, tokens: Sequence[str], directory: Path) -> None:
     """Make a directory of links to a checkpoint's files and a tokenizer of these tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     directory.mkdir()
     for path in checkpoint.iterdir():
         (directory / path.name).symlink_to(path.resolve())
+    write_tokenizer(tokens, directory)
+
+
+def write_tokenizer(tokens: Sequence[str], directory: Path) -> None:
+    """Write a byte-level tokenizer of these tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -123,12 +128,17 @@ def with_tokenizer(checkpoint: Path, tokens: Sequence[str], directory: Path) -> 
     wrapped.save_pretrained(directory)
 
 
+def random_prompts(vocab_size: int, load: Load, seed: int) -> list[list[int]]:
+    """Draw prompts of random tokens."""
+    rng = np.random.default_rng([seed, load.tokens_in])
+    return [rng.integers(0, vocab_size, load.tokens_in).tolist() for _ in range(load.requests)]
+
+
 def prompts(checkpoint: Path, vocab_size: int, load: Load, seed: int) -> list[list[int]]:
     """Make prompts of one length: ends of joined held-out chats, or random tokens."""
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
-        rng = np.random.default_rng([seed, load.tokens_in])
-        return [rng.integers(0, vocab_size, load.tokens_in).tolist() for _ in range(load.requests)]
+        return random_prompts(vocab_size, load, seed)
     conversations = read_prompt_file(HELD_OUT, strict=True).conversations
     chats = [conversation.encode((), tokenizer, Rendering()) for conversation in conversations]
     token_ids = []

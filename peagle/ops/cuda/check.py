@@ -48,7 +48,7 @@ def check(*, tiles: bool) -> None:
 def check_linear(rows: int, inputs: int, outputs: int) -> None:
     rng = np.random.default_rng(3)
     x, weights, bias, residual = (
-        _halves(rng, *shape) for shape in ((rows, inputs), (inputs, outputs), (outputs,), (rows, outputs))
+        random_halves(rng, *shape) for shape in ((rows, inputs), (inputs, outputs), (outputs,), (rows, outputs))
     )
     product = x.astype(np.float64) @ weights.astype(np.float64)
     for addends in ((None, None), (bias, residual)):
@@ -60,7 +60,7 @@ def check_linear(rows: int, inputs: int, outputs: int) -> None:
 
 def check_experts() -> None:
     rng = np.random.default_rng(0)
-    halves = functools.partial(_halves, rng)
+    halves = functools.partial(random_halves, rng)
 
     def codes(outputs: int, inputs: int, scales: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = rng.integers(0, 256, (EXPERTS, outputs, inputs // BLOCK, BLOCK // 2), np.uint8)
@@ -95,8 +95,8 @@ def check_expert_block() -> None:
     laid_out = jax.jit(pack)
     packed = (laid_out(*gate_up[:2]), gate_up[2]), (laid_out(*down[:2]), down[2])
     rng, most = np.random.default_rng(2), max(TILED_ROWS)
-    x, router, bias = _halves(rng, most, width), _halves(rng, width, count), _halves(rng, count)
-    norm, next_norm = (Norm(jnp.asarray(_halves(rng, width)), 1e-5) for _ in range(2))
+    x, router, bias = random_halves(rng, most, width), random_halves(rng, width, count), random_halves(rng, count)
+    norm, next_norm = (Norm(jnp.asarray(random_halves(rng, width)), 1e-5) for _ in range(2))
     positions = np.where(np.arange(most) % 7 == 3, -1, np.arange(most)).astype(np.int32)
 
     scaled = x / np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True) + norm.epsilon)
@@ -123,7 +123,7 @@ def check_expert_block() -> None:
 
 def check_attention(width: int, padding: int, num_pages: int, window: int, length: int) -> None:
     rng, kv_heads, heads, active = np.random.default_rng(1), 2, 8, width - padding
-    halves = functools.partial(_halves, rng)
+    halves = functools.partial(random_halves, rng)
     qkv = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM)
     key, value = halves(2, num_pages, PAGE, kv_heads, HEAD_DIM)
     angles, sinks = rng.standard_normal((1, width, HEAD_DIM // 2)), halves(heads)
@@ -161,7 +161,7 @@ def check_attention(width: int, padding: int, num_pages: int, window: int, lengt
     _expect_near(np.asarray(new_value, np.float64)[written], all_values[-active:], f"the values of {what}")
 
 
-def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def random_halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
 

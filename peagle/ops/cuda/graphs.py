@@ -15,6 +15,7 @@ import numpy as np
 
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
+from peagle.ops.cuda.check import random_halves
 from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.cuda.pack import pack
 from peagle.ops.mxfp4 import BLOCK
@@ -66,7 +67,7 @@ def check() -> None:
     kept = []  # so that every run has arrays of its own, and the graph is changed to their addresses
     for count in COUNTS:
         for seed in (0, 1):
-            x = _halves(np.random.default_rng(seed), ROWS, WIDTH)
+            x = jnp.asarray(random_halves(np.random.default_rng(seed), ROWS, WIDTH))
             expected, result = (run(x, operands, np.int32(count)) for run in (as_usual, in_graph))
             kept += [x, expected, result]
             if not np.array_equal(np.asarray(result), np.asarray(expected)):
@@ -76,7 +77,7 @@ def check() -> None:
 def _operands() -> dict[str, Any]:
     """Make a square matrix, and a layer's experts if the kernels for Hopper GPUs run here."""
     rng, experts = np.random.default_rng(2), 8
-    operands: dict[str, Any] = {"matrix": _halves(rng, WIDTH, WIDTH)}
+    operands: dict[str, Any] = {"matrix": jnp.asarray(random_halves(rng, WIDTH, WIDTH))}
     if cuda.has_tiles():
 
         def packed(outputs: int) -> tuple[jax.Array, jax.Array]:
@@ -84,14 +85,11 @@ def _operands() -> dict[str, Any]:
             codes = jax.jit(pack)(jnp.asarray(blocks), jnp.full(blocks.shape[:-1], 118, jnp.uint8))
             return codes, jnp.zeros((experts, outputs), jnp.bfloat16)
 
-        # made before the program, since the kernels load them before they wait for the kernel before
-        routing = jnp.ones((WIDTH,), jnp.bfloat16), _halves(rng, WIDTH, experts), jnp.zeros((experts,), jnp.bfloat16)
+        # operands of the program, since the kernels load them before they wait for the kernel before
+        norm, no_bias = jnp.ones((WIDTH,), jnp.bfloat16), jnp.zeros((experts,), jnp.bfloat16)
+        routing = norm, jnp.asarray(random_halves(rng, WIDTH, experts)), no_bias
         operands |= {"routing": routing, "experts": (packed(2 * WIDTH), packed(WIDTH))}
     return operands
-
-
-def _halves(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
 
 
 def _program(x: jax.Array, operands: dict[str, Any], count: jax.Array) -> jax.Array:

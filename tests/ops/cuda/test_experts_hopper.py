@@ -16,6 +16,7 @@ import pytest
 
 from peagle.ops import cuda
 from peagle.ops.cuda import calls, graphs, nvrtc
+from peagle.ops.cuda.check import random_halves
 from peagle.ops.cuda.pack import UNIT_WORDS, UNITS_A_GROUP, pack
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tiled_experts
@@ -219,7 +220,7 @@ def test_shapes_that_do_not_fit_are_refused(packed: PackedExperts, tiled: TiledE
 def test_graphs_are_tried_with_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
     operands = graphs._operands()
-    x = graphs._halves(np.random.default_rng(0), graphs.ROWS, WIDTH)
+    x = jnp.asarray(random_halves(np.random.default_rng(0), graphs.ROWS, WIDTH))
     program, turns = jax.jit(graphs._program), np.int32(2)
     assert "peagle_cuda_expert_block" in program.lower(x, operands, turns).as_text()
     result = np.asarray(program(x, operands, turns), np.float32)

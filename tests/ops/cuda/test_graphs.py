@@ -11,12 +11,13 @@ import pytest
 from peagle.engine import programs
 from peagle.ops import cuda, kernels
 from peagle.ops.cuda import CudaError, graphs
+from peagle.ops.cuda.check import random_halves
 from peagle.workflows.check import check_kernels
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let the machine have a GPU whose kernels run; its status is found anew."""
+    """Let the machine have a GPU whose kernels run and whose graphs were never tried."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace()])
@@ -35,11 +36,11 @@ def test_a_cpu_gets_no_options() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_that_passes_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "check", lambda: None)
-    given: list[Any] = []
-    monkeypatch.setattr(jax, "jit", lambda _, **options: given.append(options["compiler_options"]))
+    options_of: list[Any] = []
+    monkeypatch.setattr(jax, "jit", lambda _, **options: options_of.append(options["compiler_options"]))
     programs._compiled(abs)
     programs._compiled(abs, alone=True)
-    assert given == [graphs.OPTIONS, programs.NO_GRAPHS]
+    assert options_of == [graphs.OPTIONS, programs.NO_GRAPHS]
     assert kernels.describe_kernels() == "CUDA"
     assert check_kernels().ok
 
@@ -69,7 +70,7 @@ def test_the_tried_program_depends_on_its_loops_and_operands() -> None:
     graphs.check()
     operands, program = graphs._operands(), jax.jit(graphs._program)
     results = [
-        np.asarray(program(graphs._halves(np.random.default_rng(seed), 2, 2880), operands, np.int32(count)))
+        np.asarray(program(random_halves(np.random.default_rng(seed), 2, 2880), operands, np.int32(count)))
         for count in graphs.COUNTS
         for seed in (0, 1)
     ]
