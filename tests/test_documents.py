@@ -3,7 +3,6 @@
 import ast
 import importlib
 import importlib.util
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from peagle.cli.app import COMMANDS
+from peagle.cli.command import options_of
+
 ROOT = Path(__file__).parents[1]
-# tests/peagle/cli/test_flags.py: these are all that there are
-RECORDED = json.loads((ROOT / "tests" / "peagle" / "cli" / "flags.json").read_text(encoding="utf-8"))
 FRONT, CONTRIBUTING, RESULTS = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"
-ROOMS = sorted(path for room in ("peagle", "target", "drafter", "scripts") for path in (ROOT / room).rglob("README.md"))
+ROOMS = sorted(path for room in ("peagle", "target", "drafter", "scripts", "tests") for path in (ROOT / room).rglob("README.md"))
 GUIDES = [FRONT, CONTRIBUTING, *(path for path in ROOMS if path.parent.name != "demo")]  # the demo's is a model card
 PAGES = [*GUIDES, ROOT / "peagle" / "demo" / "README.md", *sorted((ROOT / "results").rglob("README.md"))]
 MOST_LINES = {FRONT: 100, CONTRIBUTING: 70, RESULTS: 120}
@@ -71,11 +71,12 @@ def commands_of(page: Path) -> Iterator[list[str]]:
                     words.append(word)
 
 
-def options_of(words: list[str]) -> tuple[str, set[str]]:
-    """Return (the name, the options) of the peagle command that the words call; none: the root, or only --help."""
-    name = next((name for name in (" ".join(words[:2]), "".join(words[:1])) if name in RECORDED), "")
+def flags_of(words: list[str]) -> tuple[str, set[str]]:
+    """Return (the name, the flags) of the peagle command that the words call; none: the root, or only --help."""
+    commands = {name: entry for name, entry in COMMANDS.items() if entry.where}
+    name = next((name for name in (" ".join(words[:2]), "".join(words[:1])) if name in commands), "")
     assert name or words[:1] in ([], ["--help"], ["--version"], ["cluster"]), f"peagle has no command {words[0]}"
-    return name, {flag for option in RECORDED.get(name, ()) for flag in option["flags"]}
+    return name, {flag for option in options_of(commands[name].load()) for flag in option.names} if name else set()
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
@@ -83,7 +84,7 @@ def test_commands_exist_with_their_options(page: Path) -> None:
     for words in commands_of(page):
         flags = [word.partition("=")[0] for word in words if re.match(r"^--?[a-z]", word)]
         if words[0].endswith("peagle"):
-            name, options = options_of(words[1:])
+            name, options = flags_of(words[1:])
             unknown = [flag for flag in flags if flag not in options | {"--help", "-h"}]
             assert not unknown, f"peagle {name} has no {', '.join(unknown)}"
         elif words[:2] == ["python", "-m"] and words[2].startswith("scripts."):

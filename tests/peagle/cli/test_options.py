@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -289,3 +291,21 @@ def test_files_of_prompts_have_two_names_in_every_command(
 def test_all_commands_that_read_files_of_prompts_are_known() -> None:
     reads = {name for name, kind in LOADED.items() for option in options_of(kind) if "--prompt-file" in option.names}
     assert reads == set(PROMPT_FILES)
+
+
+def test_help_and_options_import_nothing_heavy() -> None:
+    """The help of every command, and the refusal of what is typed, come at once."""
+    code = """
+import sys
+from peagle.cli import main
+from peagle.cli.app import COMMANDS
+assert main(["--help"]) == main(["speculate", "--help"]) == 0
+for entry in COMMANDS.values():
+    if entry.where:
+        entry.load()
+heavy = {"jax", "numpy", "transformers", "flax", "safetensors", "tokenizers", "matplotlib", "pydantic", "ray"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("\n[]\n")
+    assert "--prompt-file" in shown
