@@ -15,7 +15,8 @@ from peagle.cli.command import options_of
 
 ROOT = Path(__file__).parents[1]
 FRONT, CONTRIBUTING, RESULTS = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"
-ROOMS = sorted(path for room in ("peagle", "target", "drafter", "scripts", "tests") for path in (ROOT / room).rglob("README.md"))
+FOLDERS = ("peagle", "target", "drafter", "scripts", "tests")
+ROOMS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
 GUIDES = [FRONT, CONTRIBUTING, *(path for path in ROOMS if path.parent.name != "demo")]  # the demo's is a model card
 PAGES = [*GUIDES, ROOT / "peagle" / "demo" / "README.md", *sorted((ROOT / "results").rglob("README.md"))]
 MOST_LINES = {FRONT: 100, CONTRIBUTING: 70, RESULTS: 120}
