@@ -405,8 +405,6 @@ class Engine(AnyEngine):
         token_ids, known = handle.computed_ids, handle.table.num_cached_tokens
         handle.ahead = 0
         if handle.hand_off is not None:
-            reserved = self.pages.reserve(handle, len(token_ids))
-            assert reserved, "pages that were counted"
             handoff.put(self.executor, self.memory, handle.table, handle.hand_off)
             handle.hand_off, handle.drafter_rows, known = None, len(token_ids), len(token_ids)
         if not (handle.output_ids or handle.num_preempted):

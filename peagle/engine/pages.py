@@ -126,6 +126,16 @@ class PagePool:
         self.counts.num_tokens += num_tokens
         self.counts.num_hit_tokens += table.num_cached_tokens
 
+    def skip(self, table: PageTable, num_tokens: int) -> None:
+        """Begin the tables of windowed groups at the first page that a row after num_tokens tokens sees.
+
+        For a request whose tokens were computed elsewhere, so that it needs no page for what its windows left behind.
+        """
+        for group in table.groups:
+            if self.groups[group].window is not None:
+                first = self._first_needed(group, num_tokens // self.page_size)
+                table.pages[group] += [UNMAPPED] * (first - len(table.pages[group]))
+
     def reserve(self, table: PageTable, num_tokens: int) -> bool:
         """Extend the tables to positions 0 .. num_tokens - 1. If pages are short, return False and change nothing."""
         missing = {

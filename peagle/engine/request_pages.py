@@ -17,7 +17,7 @@ class RequestPages:
         """Give a request a table with the cached pages of its tokens; return whether there are enough pages.
 
         Enough for all its tokens and its first steps, besides those that the prompts of `prefilling` still need. A
-        preempted request needs more, so that it is not preempted again at once.
+        preempted request needs more, so that it is not preempted again at once. A hand-off has the pages for its rows.
         """
         memory, token_ids = self._memory, handle.computed_ids
         with_drafter = memory.has_drafter and (handle.can_draft or self._prefills_for_later(token_ids))
@@ -29,7 +29,11 @@ class RequestPages:
         )
         ahead = memory.sizing.rows_ahead * max(1, handle.num_preempted)
         needed = min(len(token_ids) + ahead, self._most_tokens(handle))
-        if memory.missing(table, needed) + promised > memory.available():
+        enough = memory.missing(table, needed) + promised <= memory.available()
+        if enough and handle.hand_off is not None:
+            memory.pool.skip(table, len(token_ids))
+            enough = memory.pool.reserve(table, len(token_ids))
+        if not enough:
             memory.pool.free(table)
             return False
         handle.table, handle.drafter_rows = table, table.num_cached_tokens

@@ -32,6 +32,11 @@ SAMPLINGS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def pair() -> Models:
+    return models()
+
+
 def engine_of(pair: Models, k: int = K, lookup: NGram | None = None, **options: object) -> Engine:
     shape = {"num_speculative_tokens": k, "slots": 2, "context": CAPACITY, "prefill_chunk": 64}
     fingerprints = Fingerprints("the target", "the drafter")
@@ -100,6 +105,24 @@ def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(k: int, dtype: str
             assert output_of(first + rest) == output_of(answer(local, request)), (chunk, length)
 
 
+def test_long_prompts_are_handed_to_all_slots_at_once(pair: Models) -> None:
+    """Each has more rows than the pages of windowed layers hold in all; the engine goes on after them."""
+    context = 16 * PAGE_SIZE
+    tokens = np.random.default_rng(12).integers(0, TARGET.vocab_size, context).tolist()
+    requests = [Request(tuple(tokens[: context - cut]), 20, SAMPLINGS[0], ()) for cut in (30, 200, 21, 300)]
+    sender, local = engine_of(pair, role="prefill", context=context), engine_of(pair, context=context)
+    decoder = engine_of(pair, role="decode", context=context, steps_per_dispatch=1)
+    windowed = [
+        size for size, group in zip(decoder.memory.num_pages, decoder.memory.groups, strict=True) if group.window
+    ]
+    assert max(windowed) * PAGE_SIZE < context - 300
+    firsts, messages = zip(*(prefill(sender, request) for request in requests), strict=True)
+    handles = [decoder.add(request, hand_off=message) for request, message in zip(requests, messages, strict=True)]
+    for request, first, handle in zip(requests, firsts, handles, strict=True):
+        assert output_of(first + list(decoder.follow(handle))) == output_of(answer(local, request))
+    decoder.memory.pool.check_integrity()
+
+
 @needs_native
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), K])
 def test_a_sequence_goes_on_from_the_midst_of_its_answer(k: int) -> None:
@@ -154,11 +177,6 @@ def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
     rest, message = hand_over(local, paused)
     assert not message.can_draft
     assert output_of(chunks + rest + answer(receiver, request, message))[:2] == (tokens, steps)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Models:
-    return models()
 
 
 @pytest.mark.parametrize("draft_time", [1e-4, 50.0])

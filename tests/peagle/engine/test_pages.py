@@ -34,6 +34,7 @@ class Request:
     drafted: int  # positions that the drafter has read: after a hit it lacks the last, whose row needs the next token
     read: int  # the same, as the host has read it
     known: int  # the same, when it was opened
+    received: bool = False  # its first pages may lack rows that its windows have left behind: never published
     dispatched: list[int] = field(default_factory=list)  # lengths after dispatches that are not read
 
 
@@ -92,6 +93,24 @@ class Machine(RuleBasedStateMachine):
         for group in table.groups:
             self.check_row(request, group, request.drafted if group == DRAFTER else known)
 
+    @precondition(lambda self: not any(request.received for request in self.requests))
+    @rule(length=st.integers(2, 20), salt=st.sampled_from(["a", "b"]), drafts=st.booleans())
+    def receive(self, length: int, salt: str, drafts: bool) -> None:
+        """Take a request whose first tokens were computed elsewhere: only rows that are still seen come with it."""
+        tokens = [position % 3 for position in range(length + 40)]
+        table = self.pool.open([], salt, self.groups_of(drafts))
+        self.pool.skip(table, length)
+        if not self.pool.reserve(table, length):
+            self.pool.free(table)
+            return
+        request = Request(tokens, salt, table, drafts, length, length - 1, length, length, received=True)
+        for group in table.groups:
+            window, offset = GROUPS[group].window, GROUPS[group].offset
+            for index in range(offset if window is None else max(offset, length - window), length):
+                self.device.write(request, group, index, content(request, group, index - offset))
+        self.requests.append(request)
+        self.events.add("received")
+
     def check_row(self, request: Request, group: int, position: int) -> None:
         """Check what the row at a position sees before its own index."""
         window, offset = GROUPS[group].window, GROUPS[group].offset
@@ -138,7 +157,8 @@ class Machine(RuleBasedStateMachine):
         return [request.read, request.read, drafted]
 
     def publish(self, request: Request, keep: bool) -> None:
-        self.pool.publish(request.table, request.tokens, self.num_final(request), keep)
+        if not request.received:
+            self.pool.publish(request.table, request.tokens, self.num_final(request), keep)
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 99))
@@ -166,7 +186,7 @@ THOROUGH = settings(max_examples=100, stateful_step_count=50, deadline=None, pha
 def test_any_interleaving_sees_its_own_tokens_alone() -> None:
     happened.clear()
     run_state_machine_as_test(Machine, settings=THOROUGH)  # type: ignore[no-untyped-call]
-    assert happened == {"hit", "full", "evicted"}
+    assert happened == {"hit", "full", "evicted", "received"}
 
 
 class FreedTooEarly(PagePool):
@@ -174,6 +194,13 @@ class FreedTooEarly(PagePool):
 
     def trim(self, table: PageTable, num_final: Any) -> None:
         super().trim(table, [count + SIZE for count in num_final])
+
+
+class SkippedTooFar(PagePool):
+    """What was computed elsewhere begins a page too late."""
+
+    def skip(self, table: PageTable, num_tokens: int) -> None:
+        super().skip(table, num_tokens + SIZE)
 
 
 class SharedWhileWritable(PagePool):
@@ -202,7 +229,9 @@ class DrafterIgnored(PagePool):
         return super()._longest_hit(root, token_ids, [group for group in groups if group != DRAFTER])
 
 
-@pytest.mark.parametrize("fault", [FreedTooEarly, SharedWhileWritable, WithoutSalt, LostPages, DrafterIgnored])
+@pytest.mark.parametrize(
+    "fault", [FreedTooEarly, SkippedTooFar, SharedWhileWritable, WithoutSalt, LostPages, DrafterIgnored]
+)
 def test_a_planted_fault_is_found(fault: type[PagePool]) -> None:
     class Faulty(Machine):
         new_pool = functools.partial(fault, GROUPS, SIZE)
@@ -274,3 +303,14 @@ def test_a_reservation_that_fails_changes_nothing() -> None:
     assert (pool.num_available(0), pool.num_available(1)) == (10, 2)
     assert pool.reserve(table, 8)
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("length", range(2, 40))
+def test_a_received_request_takes_the_pages_of_its_windows_alone(length: int) -> None:
+    pool = PagePool([PageGroup(100), PageGroup(3, WINDOW)], SIZE)
+    table = pool.open([], "", (FULL, SLIDING))
+    pool.skip(table, length)
+    assert pool.reserve(table, length)
+    pages = table.pages[SLIDING]
+    assert UNMAPPED not in pages[max(0, length - WINDOW) // SIZE :]
+    assert len(pages) == len(table.pages[FULL])
