@@ -95,16 +95,6 @@ class FleetConfig:
 
 
 SECTIONS = {"load": LoadConfig, "engine": EngineConfig}
-# files of the first format have no sections, and other names for these fields
-FORMER_NAMES = {
-    "name": "served_model_name",
-    "kv_memory_bytes": "kv_memory",
-    "prefix_cache_bytes": "prefix_cache",
-    "scale_up_s": "scale_up",
-    "scale_down_s": "scale_down",
-    "drain_s": "drain",
-}
-FORMER_ENGINE = ("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache")
 
 
 def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
@@ -112,11 +102,10 @@ def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
 
     Texts are read like values of options. Raises InputError for an unknown name or a value of another type.
     """
-    fields = upgrade_fleet(values)
-    read, defaults = _read(fields, FleetConfig), FleetConfig()
-    unknown = fields.keys() - get_type_hints(FleetConfig).keys()
+    read, defaults = _read(values, FleetConfig), FleetConfig()
+    unknown = values.keys() - get_type_hints(FleetConfig).keys()
     for name, kind in SECTIONS.items():
-        section = fields.get(name, {})
+        section = values.get(name, {})
         if not isinstance(section, Mapping):
             raise InputError(f"{name} is {section!r}; expected its fields, as in {name}: {{...}}", name)
         if misplaced := next((field for field in get_type_hints(kind) if field in unknown), None):
@@ -125,23 +114,10 @@ def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
         try:
             read[name], *_ = configs_of({**vars(getattr(defaults, name)), **_read(section, kind)}, kind)
         except InputError as error:
-            where = f"{name}: " if name in values else ""
-            raise InputError(f"{where}{error}", error.field) from None
+            raise InputError(f"{name}: {error}", error.field) from None
     (config,) = configs_of(read, FleetConfig)
     fleet: FleetConfig = config
     return fleet
-
-
-def upgrade_fleet(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a fleet's file of the first format, which has no sections, to those of today."""
-    if "target" not in values or "load" in values:
-        return dict(values)
-    flat = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
-    flat["drafter_window"] = str(flat.get("drafter_window", "auto"))
-    loaded = [name for name in get_type_hints(LoadConfig) if name in flat]
-    engine = {"num_speculative_tokens": 0, "context": 4096}
-    engine |= {name: flat.pop(name) for name in FORMER_ENGINE if name in flat}
-    return {"load": {name: flat.pop(name) for name in loaded}, "engine": engine, **flat}
 
 
 def _read(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:

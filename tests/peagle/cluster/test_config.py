@@ -1,14 +1,11 @@
 """What a fleet's config refuses, and that configs of both forms are read. Without Ray."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
 from peagle.cluster.complete import completed
 from peagle.cluster.config import FleetConfig, read_fleet
-from peagle.config import EngineConfig, LoadConfig
 from peagle.ops.errors import InputError
 
 
@@ -50,11 +47,6 @@ from peagle.ops.errors import InputError
             "K is 'much'; expected a number of drafted tokens, auto, or auto:N",
         ),
         ({"engine": {"num_speculative_tokens": 999}}, "K is 999; expected 0"),
-        # without sections, as files were once
-        ({"target": "demo", "drafter": None, "slots": 0}, "^slots is 0"),
-        ({"target": "demo", "drafter": None, "kv_memory_bytes": "2XB"}, "kv_memory is '2XB'"),
-        ({"target": "demo", "drafter": None, "prefix_cache_bytes": "much"}, "prefix_cache is 'much'"),
-        ({"target": "demo", "drafter": None, "speed": 1}, "speed is not an option"),
         ({"target": "demo", "load": {}}, "target is not an option here; expected it in load"),
     ],
 )
@@ -76,34 +68,9 @@ def test_room_is_reckoned_with_the_replicas_that_may_be() -> None:
     assert (config.most_replicas, config.most_open) == (1 + 6, 6 * 4 + 5)
 
 
-def test_a_file_without_sections_is_read_whole() -> None:
-    """Recorded before a fleet's file had sections, with a value of each key that is not its default."""
-    text = Path(__file__).with_name("fleet_without_sections.json").read_text("utf-8")
-    (application,) = json.loads(text)["applications"]
-    assert read_fleet(application["args"]) == FleetConfig(
-        load=LoadConfig(
-            target="demo", drafter="demo", dtype="float32", experts="packed", kernels="xla", drafter_window="4096",
-            retain_full_kv=True,
-        ),
-        engine=EngineConfig(
-            num_speculative_tokens=5, slots=6, context=2048, kv_memory=2_000_000_000, prefix_cache=512_000_000
-        ),
-        served_model_name="golden", prefill=1, decode=2, max_prefill=2, max_decode=4, busy=3, scale_up=4.0,
-        scale_down=8.0, max_queue=7, drain=9.0, num_cpus=2.0, num_gpus=0.5,
-    )  # fmt: skip
-
-
-def test_without_sections_what_is_missing_is_what_it_was() -> None:
-    """Plain decoding, 4 slots of 4096 positions, and prompts that are kept; a window may be a number."""
-    config = read_fleet({"target": "DIR", "drafter": None, "drafter_window": 512})
-    assert config.engine == EngineConfig(num_speculative_tokens=0, slots=4, context=4096, prefix_cache="on")
-    assert config.load == LoadConfig(target="DIR", drafter_window="512")
-
-
 def test_a_text_is_read_as_the_value_of_the_option() -> None:
     engine = read_fleet({"engine": {"kv_memory": "4GB", "prefix_cache": "512MB", "num_speculative_tokens": "5"}}).engine
     assert (engine.kv_memory, engine.prefix_cache, engine.num_speculative_tokens) == (4_000_000_000, 512_000_000, 5)
-    assert read_fleet({"target": "DIR", "kv_memory_bytes": "2GB"}).engine.kv_memory == 2_000_000_000
 
 
 def test_with_sections_what_is_missing_is_decided() -> None:
