@@ -11,7 +11,7 @@ from scripts.publish import MAX_BYTES, MAX_PICTURES, publish, rounded
 from scripts.runs import ROOT
 
 RESULTS = ROOT / "results"
-MAX_TOTAL = 2_000_000
+MAX_TOTAL = 600_000
 
 
 def test_results_are_light() -> None:
