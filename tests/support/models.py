@@ -31,7 +31,7 @@ DRAFTER = drafter_config(num_layers=2, windows=(WINDOW, None))  # as the target'
 BLOCK = drafter_config(
     hidden_size=TARGET.hidden_size, num_layers=2, mask_token_id=36, block_size=8, qk_norm=True, attention_bias=True
 )
-DRAFTERS = {"P-EAGLE": DRAFTER, "DFlash": BLOCK}
+DRAFTERS = {"P-EAGLE": DRAFTER, "EAGLE-3": drafter_config(num_layers=1, mask_token_id=None), "DFlash": BLOCK}
 TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, 400).tolist())
 Answer = tuple[list[int], list[StepRecord], list[TokenLogprobs]]
 
