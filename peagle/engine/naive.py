@@ -11,6 +11,7 @@ The engine does the same on the device, for many requests at once, with shared p
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from peagle.engine.state import SlotParams
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import Chosen, DrafterInput, DraftOutput
 from peagle.protocols import Drafter, PyTree, Target
+
+Extended: TypeAlias = tuple[jax.Array, jax.Array, PagedCache]
 
 
 def speculate(target: Target, drafter: Drafter, request: Request, num_drafts: int) -> tuple[list[int], list[int]]:
@@ -46,7 +49,7 @@ def speculate(target: Target, drafter: Drafter, request: Request, num_drafts: in
         return drafter.propose(state, drafter_input, widths, num_drafts, draft)
 
     @jax.jit
-    def extend(token_ids: jax.Array, positions: jax.Array, cache: PagedCache) -> tuple[jax.Array, ...]:
+    def extend(token_ids: jax.Array, positions: jax.Array, cache: PagedCache) -> Extended:
         """Run the target; return (the token after each row, aux_hidden, the cache)."""
         output, cache = target.extend(token_ids, positions, cache)
         return decide(output.logits, positions[0, 0] + 1), output.aux_hidden, cache
