@@ -13,7 +13,6 @@ A pair compiles its programs at first use and keeps them. Reported times exclude
 
 import bisect
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.engine.speculation import Speculation
 from peagle.grammars import Grammars
-from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.errors import InputError
 from peagle.protocols import Drafter, Target
 from peagle.result import Result, refuse_stop_strings_without
 from peagle.stream import AsyncStream, Stream
@@ -40,8 +39,6 @@ from peagle.text.tokenizer import Tokenizer
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_SAMPLING = SamplingParams()
-FORMER_NAMES = {"kv_memory_bytes": "kv_memory", "prefix_cache_bytes": "prefix_cache"}  # former: current option
-DRAFT_SAMPLING = "draft sampling has no effect: requests with a temperature always draw their drafts"
 CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are compiled
 
 
@@ -53,19 +50,6 @@ class RequestOptions(AnswerConfig):
     """
 
     grammar: Grammar | None = None
-
-
-def _with_current_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace former names of `stream`'s options. Raises InputError if both names of an option are used."""
-    renamed = dict(options)
-    for former, name in FORMER_NAMES.items():
-        if former in renamed:
-            if name in renamed:
-                raise InputError(f"{name} and {former}, its former name, are both given; leave {former} out", name)
-            renamed[name] = renamed.pop(former)
-            if name == "prefix_cache" and renamed[name] is None:
-                renamed[name] = "off"
-    return renamed
 
 
 @dataclass(frozen=True)
@@ -130,15 +114,11 @@ class Pair:
             special_tokens           with raw: encode special tokens in a text as tokens, not as plain characters
             stop                     the answer ends before the first of these strings
             context                  positions; default: as many as prompt and max_new_tokens need
-            draft_sampling           an option of earlier versions, without effect
 
         Token ids are used unchanged. Streams with equal engine configs share an engine, which decodes `slots` requests
         at once; the others wait for a slot. Iterate over each stream in its own thread, or over `astream`. Raises
         InputError before any work for a request that cannot be run, and at the end if its grammar failed.
         """
-        options = _with_current_names(options)
-        if options.pop("draft_sampling", False):
-            warnings.warn(DRAFT_SAMPLING, InputWarning, stacklevel=2)
         if options.get("logit_bias", ()) is None:
             del options["logit_bias"]
         elif isinstance(options.get("logit_bias"), Mapping):

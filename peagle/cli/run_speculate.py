@@ -9,7 +9,7 @@ from peagle.checkpoints import drafter_path, or_demo, resolve
 from peagle.cli.display import Display
 from peagle.cli.flags import refuse_strict
 from peagle.cli.models import check_slots, load_pair, unused_rendering, unused_sampling
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, output_file, say
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, output_file
 from peagle.cli.results import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.speculate import Decode
 from peagle.engine.grammar import Grammar, GrammarError
@@ -18,7 +18,6 @@ from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
-from peagle.pair import DRAFT_SAMPLING
 from peagle.text.prompt_files import Skipped, read_prompts
 from peagle.text.prompts import Conversation, from_text, parse_ids
 from peagle.workflows.run import RunConfig, run
@@ -49,8 +48,6 @@ def decode(settings: Decode) -> int:
     if settings.answer.logprobs is not None and settings.quiet and json_file is None:
         raise InputError("--logprobs are shown in the notes that --quiet leaves out; give --json FILE, too")
     check_slots(settings.engine.slots, settings.load.mesh)
-    if settings.draft_sampling:
-        say("warning", f"--draft-sampling: {DRAFT_SAMPLING}")
     config = RunConfig(
         **vars(settings.answer),
         sampling=settings.sampling,

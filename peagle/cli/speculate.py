@@ -65,7 +65,6 @@ class Decode:
     """Print only the generated text. Warnings and errors are still printed."""
     show_drafts: bool = False
     no_baseline: bool = False
-    draft_sampling: bool = False
 
     def run(self) -> int:
         from peagle.cli.processes import run_together
@@ -101,8 +100,6 @@ class Speculate(Decode):
     colours."""
     no_baseline: Annotated[bool, Flag(SPECULATION)] = False
     """Skip plain decoding; no speed-up is reported."""
-    draft_sampling: Annotated[bool, Flag(SPECULATION, hidden=True)] = False
-    """An option of earlier versions, without effect."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,19 +2,17 @@
 
 import dataclasses
 import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from peagle.engine.widths import EDGES, NUM_BINS, Counts
-from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole, writing
 from peagle.ops.strict_json import dumps
 
 # {"num_speculative_tokens": K, "edges": [..], "acceptance": {"greedy": [position][bin][tried, accepted], "sampled":
-# ..}, "drafter_window": POSITIONS}; every key is optional. Files of earlier versions have {"drafts": {ACTIVE REQUESTS:
-# DRAFTS}}
+# ..}, "drafter_window": POSITIONS}; every key is optional
 SPECULATION_FILE = "speculation.json"
 WINDOW_KEY = "drafter_window"
 OFF: Literal["off"] = "off"  # no window
@@ -33,7 +31,7 @@ class Speculation:
 def read_speculation(directory: Path) -> Speculation:
     """Read the file of a drafter's folder; return the default for what it does not say.
 
-    Warns about a table of drafts by load, of an earlier version. Raises InputError for a malformed file.
+    Raises InputError for a malformed file.
     """
     path = directory / SPECULATION_FILE
     if not path.is_file():
@@ -41,15 +39,8 @@ def read_speculation(directory: Path) -> Speculation:
     value = _object(path)
     try:
         speculation = Speculation()
-        if "drafts" in value and "num_speculative_tokens" not in value:
-            most = max(_whole(number) for number in value["drafts"].values())
-            speculation = Speculation(max(most, 1))
-            warnings.warn(
-                f"{path} has drafts by load, of an earlier version: only the largest number, {most}, is used; peagle "
-                "sweep --write-widths writes a new file",
-                InputWarning,
-                stacklevel=3,
-            )
+        if not value.keys() & {"num_speculative_tokens", "acceptance", WINDOW_KEY}:
+            raise ValueError
         if "num_speculative_tokens" in value:
             speculation = Speculation(_whole(value["num_speculative_tokens"], least=1))
         if "acceptance" in value:

@@ -4,7 +4,6 @@ PYTHONPATH=CHECKOUT python scripts/scenarios/engine_worker.py TARGET DRAFTER
 """
 
 import importlib.util
-import inspect
 import sys
 import time
 from pathlib import Path
@@ -14,8 +13,6 @@ import numpy as np
 
 import peagle
 from peagle.engine.request import Request
-
-FORMER_NAMES = {"context": "capacity", "prefix_cache": "prefix_cache_bytes", "kv_memory": "kv_memory_bytes"}
 
 
 class Measured:
@@ -27,7 +24,7 @@ class Measured:
         self._num_turns = 0
 
     def describe(self) -> dict[str, Any]:
-        return {"kernels": getattr(self._pair, "loaded", self._pair).kernels}  # an older checkout has it in the pair
+        return {"kernels": self._pair.loaded.kernels}
 
     def one(self, slots: int, k: int, prompt: int, new: int) -> dict[str, float]:
         """Decode one request in an engine of several slots: tokens a second after the first one."""
@@ -93,8 +90,6 @@ class Measured:
 
     def _engine(self, slots: int, k: int, context: int, **options: Any) -> Any:
         options = {"context": context, "prefix_cache": 0, **options}
-        if "capacity" in inspect.signature(self._pair.engine_config).parameters:  # of an older checkout
-            options = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
         engine = self._pair.engine(self._pair.engine_config(k, slots=slots, **options))
         engine.warm_up()
         return engine

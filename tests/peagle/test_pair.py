@@ -95,7 +95,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens": "auto:0"}, "K is 'auto:0'; expected auto:1 to auto:128"),
     *(({"num_speculative_tokens": k}, f"K is {k!r}; expected a number of drafted tokens") for k in ("5", "auto:x", "")),
     ({"temprature": 1.0}, "temprature is not an option; did you mean temperature"),
-    ({"kv_memory_bytes": 1, "kv_memory": 1}, "kv_memory and kv_memory_bytes, its former name, are both given"),
+    ({"kv_memory_bytes": 1}, "kv_memory_bytes is not an option; did you mean kv_memory"),
 ]
 
 
@@ -193,15 +193,6 @@ def test_an_engine_takes_a_config_as_a_person_says_it(toy: Pair) -> None:
     assert toy.engine(toy.resolve(EngineConfig(3, slots=2, context=64))) is engine
 
 
-def test_former_names_of_options_mean_what_they_did(toy: Pair) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 2, "num_speculative_tokens": 0}
-    toy.generate([50], kv_memory_bytes=1 << 20, prefix_cache_bytes=None, **options)
-    (config,) = toy.engines.by_config
-    assert (config.kv_memory, config.prefix_cache) == (1 << 20, 0)
-    with pytest.warns(InputWarning, match="draft sampling has no effect"):
-        toy.stream([50], draft_sampling=True, **options)
-
-
 def test_a_pair_with_another_drafter_has_engines_of_its_own_and_shares_the_rest(toy: Pair) -> None:
     other = dataclasses.replace(toy, drafter=None)
     assert other.engines is not toy.engines
@@ -278,7 +269,7 @@ def test_a_later_stream_begins_with_what_an_earlier_one_computed(pair: Pair) -> 
     cold = pair.generate(prompt, **options)
     warm = pair.generate([*prompt, *cold.output_ids], **options)
     assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 64)
-    off = pair.generate([*prompt, *cold.output_ids], **options, prefix_cache_bytes="off")
+    off = pair.generate([*prompt, *cold.output_ids], **options, prefix_cache="off")
     assert off.num_cached_tokens == 0
     assert off.output_ids == warm.output_ids
 

@@ -86,7 +86,6 @@ def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyP
         (["--presence-penalty", "1", "--reasoning-effort", "low", "--date", "2024-01-01"], None),
         (["--raw-prompt", "--date", "2024-01-01"], "--date: no effect, since raw prompts do not show it"),
         (["--show-drafts"], "--show-drafts has no effect: the text does not go to a terminal"),
-        (["--draft-sampling"], "--draft-sampling: draft sampling has no effect: requests with a temperature always"),
     ],
 )
 def test_an_option_without_effect_is_named_in_a_line(cli: Run, options: list[str], warning: str | None) -> None:

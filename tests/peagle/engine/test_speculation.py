@@ -15,7 +15,7 @@ from peagle.engine.speculation import (
     write_speculation,
 )
 from peagle.engine.widths import EDGES, NUM_BINS
-from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.errors import InputError
 
 COUNTS = tuple(tuple(tuple((float(n + k), float(n)) for n in range(NUM_BINS)) for k in range(2)) for _ in range(2))
 
@@ -30,13 +30,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert json.loads((tmp_path / SPECULATION_FILE).read_text())["measured"] == {"target": "demo"}
 
 
-def test_drafts_by_load_of_an_earlier_version_give_the_most_and_say_so(tmp_path: Path) -> None:
-    (tmp_path / SPECULATION_FILE).write_text('{"drafts": {"1": 5, "4": 2}, "sampled": false, "drafter_window": 8}')
-    with pytest.warns(InputWarning, match="drafts by load, of an earlier version: only the largest number, 5, is used"):
-        assert read_speculation(tmp_path) == Speculation(5)
-    assert read_window(tmp_path) == 8
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -44,9 +37,8 @@ def test_drafts_by_load_of_an_earlier_version_give_the_most_and_say_so(tmp_path:
         "{",
         '{"num_speculative_tokens": 0}',
         '{"num_speculative_tokens": true}',
-        '{"drafts": {}}',
-        '{"drafts": {"1": -1}}',
-        '{"drafts": [3]}',
+        "{}",
+        '{"drafts": {"1": 5}}',
         json.dumps({"num_speculative_tokens": 2, "acceptance": {"greedy": COUNTS[0], "sampled": COUNTS[1]}}),
         json.dumps({"edges": EDGES, "acceptance": {"greedy": COUNTS[0]}}),
         json.dumps({"edges": EDGES, "acceptance": {"greedy": [[[1, 2]] * NUM_BINS], "sampled": COUNTS[1]}}),
