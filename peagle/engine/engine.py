@@ -416,7 +416,7 @@ class Engine(AnyEngine):
         """Whether a request that begins now may draft at all.
 
         Not if its own K is 0, or if more requests wait than there are slots and drafting does not pay with all slots
-        active. An engine that only prefills cannot tell how crowded the engine is that will decode.
+        active. A prefill engine does not know the load of the decode engine, so it leaves the choice to it.
         """
         num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
         crowded = num_waiting > self.config.slots and not self._pays(self.config.slots)

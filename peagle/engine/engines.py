@@ -159,7 +159,7 @@ class Engines:
                 f"must see the token they follow: raise --drafter-window, or lower -k to {max(window - 1, 0)}"
             )
         if self._lead is not None and config.role != "both":
-            raise InputError(f"a target over several processes cannot only {config.role}; leave the role out")
+            raise InputError(f"a target over several processes cannot take the role {config.role!r}; leave role out")
 
     def _warn_beyond_training(self, config: ResolvedConfig) -> None:
         """Warn, once, if a drafter without a window may see more positions than it was trained on."""

@@ -106,7 +106,7 @@ class Executor:
         size = len(slots)
         index = np.zeros((size,), np.int32)
         index[: len(rows)] = rows
-        # one by one, so that all passes, and engines of one vocabulary, share the programs that choose, which are large
+        # each request runs the same size-1 program; a batched one would be compiled anew for every size and engine
         logits, aux_hidden = self.prefilled
         chosen = [
             programs.first_token_program(bool(own.full_logits[0]))(

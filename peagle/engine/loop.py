@@ -2,8 +2,8 @@
 
 `AnyEngine.add`, `abort`, `run`, `follow` and `warm_up` are thread-safe. The engine has no thread of its own: one of the
 waiting threads takes the turn, runs iterations of the loop, and puts the chunks of all requests into their inboxes.
-With a thread of its own, the demo ran at 0.86 of its speed at one step per dispatch (0.62 to 1.27 in 25 rounds on two
-cores), and as fast at 24 steps. A server drives the loop from one thread (peagle.serve.loop).
+A thread of its own was 14 % slower at one step per dispatch, as fast at 24. A server drives the loop from one thread
+(peagle.serve.loop).
 """
 
 import abc

@@ -71,7 +71,8 @@ def propose(
 ) -> tuple[DecodeState, Proposed]:
     """Propose the drafts of a step. Of the state, only the drafters' parts change.
 
-    may_skip: an adaptive step need not run the drafter. False: it must, and drafter_input has at most K + 1 rows.
+    may_skip: an adaptive step may decide not to run the drafter. With False the drafter always runs; the caller has
+    made sure that its input fits one pass of K + 1 rows.
     """
     widths = jnp.where(state.drafting, jnp.minimum(widths, kind.num_drafts), 0)
     keys = synthetic = None
@@ -120,7 +121,8 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
         )
         drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
         probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
-        return index, jnp.where(index < 0, 1.0, probability)  # verify a draft that is not finite, so that it is noticed
+        # probability 1 for a draft that is not finite: it gets verified, and the check of the step finds it
+        return index, jnp.where(index < 0, 1.0, probability)
 
     return draw
 

@@ -186,7 +186,8 @@ class Replicas(AnyEngine):
     def _best(engines: Sequence[Engine], prompt_ids: Sequence[int]) -> Engine:
         """Choose an engine for a prompt: one that has cached more than half of it, then the emptiest.
 
-        Cached tokens do not count on an engine with far more to do than another, because all prompts may begin alike.
+        Ignores the cache of an engine with over twice the shortest queue. Otherwise a shared system prompt would send
+        everyone there.
         """
         most = 2 * min(engine.num_open for engine in engines) + 1
 

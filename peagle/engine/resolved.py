@@ -27,9 +27,9 @@ class ResolvedConfig(EngineConfig):
                          at warm-up (peagle.engine.widths)
     counts               the acceptance that adaptive steps start from
     k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
-    mask_budget_s        processor time of a request's masks in a step. A request that exceeds it stops drafting. If
-                         its masks still exceed it, most_slow_masks times in a row, it ends with an error, because
-                         all others wait for its masks
+    mask_budget_s        processor time of a request's masks in a step. A request whose masks take longer stops
+                         drafting. After most_slow_masks such steps in a row it fails, because every other request
+                         waits for it
     role                 "prefill" computes prompts and their first tokens, and hands the requests over; "decode"
                          takes them (peagle.engine.handoff)
     """

@@ -179,7 +179,7 @@ class Scheduler(Generic[Key]):
         return Steps(1, cut=True)
 
     def _steps_between_cuts(self, times: DispatchTimes) -> int:
-        """Count the whole steps n after a cut step, so that requests without a grammar keep KEPT_SPEED of their speed.
+        """Count the whole steps n between two cut ones, so that requests without a grammar keep KEPT_SPEED.
 
         They keep (n + 1) step_s / (cut_s + n step_s). For a small model, a cut step takes several times as long as a
         whole one. n has a limit, so that requests with a grammar advance.

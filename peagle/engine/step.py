@@ -8,8 +8,8 @@ Slot b drafts and verifies widths[b] <= K tokens. Its further rows have position
 steps widths are upper bounds, and `propose` chooses how many drafts to verify.
 
 A step that does not run the drafter appends the committed tokens to drafter_input. `absorb` passes them to the drafter
-later, so that its cache has no gap when the slot drafts again. In a slot whose drafter is off, drafter_input holds only
-the latest step's rows.
+later, so that its cache has no gap when the slot drafts again. In a slot whose drafter is off (`Pace.drafter_off`:
+catching up would cost too much, so only lookups still draft), drafter_input holds only the latest step's rows.
 
 For grammars the step can be cut after `propose` and after `verify`. While the target verifies, the host reads the
 drafts and fills in the masks for acceptance (peagle.engine.masks).

@@ -204,7 +204,7 @@ class WarmUp:
                 # free the pages that windows have left behind, so that there are enough for all slots
                 memory.publish(table, tokens, length, length, known=False)
                 reserved &= memory.pool.reserve(table, whole)
-                assert reserved, "an idle engine has pages"
+                assert reserved, "`_fitting` counted a page for every slot"
             rows = np.full((engine.batches.size_for(active), sum(memory.table_widths)), -1, np.int32)
             rows[:active] = [memory.row(table) for table in tables]
             yield _Prompts(active, length, steps, rows)

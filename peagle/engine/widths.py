@@ -4,20 +4,20 @@ Counts, kept while decoding, give each draft's chance to be accepted after the d
 lookup drafter), greedy or sampled, position, and bin of the draft's probability. Draft i survives if drafts 0..i are
 accepted: its survival is the product of their chances. Texts differ, so each slot compares how often the first drafts
 of a source were right with the counts' prediction, and scales their survival by that ratio. A pass verifies drafts in
-falling order of survival, over all slots, while each is worth its time:
+falling order of survival, over all slots, while the expected gain of each exceeds its cost:
 
     expected tokens     one per active slot, and the sum of the survivals
     time                of a pass by its number of rows, in units of a plain step (StepCosts, measured)
-    worth of time       the tokens that the engine emits in it at present, at least those of plain decoding
+    rate                tokens per unit of time that the engine emits now; never below plain decoding's
 
 A draft is counted if the token at its position becomes known, whether the draft was verified or not: a step that
 accepts n drafts counts drafts 0..n of each source.
 
-Before the drafter runs, its confidence is unknown. So the gains of a slot's latest drafts, by position, decide how many
-it drafts next, and the drafter runs if they are worth more, over all slots, than the time of its pass. In a slot
-without drafts, gains drift back to the average of all slots, so that drafting is tried again. Lookups cost next to
-nothing, and are always tried. These choices take time, too: for a small target, half of a plain step's. So after
-several steps that draft nothing, the slots rest: the next few steps are plain.
+Before the drafter runs, its confidence is unknown. So each slot remembers how often its recent drafts were accepted, by
+position. If the expected gain of all slots exceeds the cost of the drafter's pass, the drafter runs. In a slot without
+drafts, gains drift back to the average of all slots, so that drafting is tried again. Lookups cost next to nothing, and
+are always tried. These choices take time, too: for a small target, half of a plain step's. So after several steps that
+draft nothing, the slots rest: the next few steps are plain.
 
 These choices change time alone, never a token (peagle.engine.accept).
 """
@@ -319,7 +319,10 @@ class CostTable:
         return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
     def pays(self, num_active: int, num_drafts: int) -> bool:
-        """Whether drafts pay at this many active slots if nearly all are accepted and cost only their verification."""
+        """Whether drafting could pay at this many active slots: an upper bound.
+
+        It takes the drafter as free, and each draft as right with GOOD_CHANCE. False means: do not try.
+        """
         key = "pays", num_active, num_active, num_drafts
         if key not in self._kept:
             more = np.arange(1, num_drafts + 1)
