@@ -176,7 +176,7 @@ def allowed_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -
 def read_api_keys(path: Path) -> tuple[str, ...]:
     """Read one key per line. Raises InputError for a file without keys."""
     try:
-        keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+        keys = tuple(line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"--api-key-file {path} cannot be read: {reason_of(error)}; expected one key per line, in UTF-8"

@@ -11,7 +11,6 @@ from typing import Any
 
 import fastapi
 import pydantic
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.routing import APIRoute
@@ -24,8 +23,10 @@ from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokeni
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import (
+    REQUEST_ID,
     EventStream,
     JsonReply,
+    Sites,
     Transport,
     check_host,
     check_key,
@@ -102,23 +103,16 @@ def create_app(service: Service) -> fastapi.FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
 
     def authorised(request: fastapi.Request) -> None:
         check_host(request, service.hosts)
-        check_origin(request, service.origins)
+        check_origin(request, service.origins, service.note_refused_site)
         check_key(request, service.keys)
 
-    if service.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=service.origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["Retry-After"],
-        )
-
+    app.add_middleware(Sites, origins=service.origins, refused=service.note_refused_site)
     app.add_middleware(Transport, replies=service.metrics.replies)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
@@ -158,7 +152,7 @@ def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
         generation = await until_disconnect(request.receive, ENDPOINTS[path].generation(service, body))
 
         def finish() -> None:
-            service.finish(generation, path)
+            service.finish(generation, path, request.state.request_id)
 
         if generation.stream:
             return EventStream(generation.events(), finish, service.unsent)
@@ -246,6 +240,14 @@ def document(app: fastapi.FastAPI, needs_key: bool) -> dict[str, Any]:
     return openapi
 
 
+def _meant(app: fastapi.FastAPI, path: str) -> str | None:
+    """Return the path of a route that ends like this one, which none has: /v1/models for /models or /v1/v1/models."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path != "/"]
+    starts = [index for index, char in enumerate(path) if char == "/"]
+    meant = (f"{prefix}{path[start:]}" for start in starts for prefix in ("/v1", ""))
+    return next((path for path in meant if any(route.path_regex.match(path) for route in routes)), None)
+
+
 def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
     """Answer every failure with an error object."""
 
@@ -254,11 +256,13 @@ def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
             return PlainTextResponse("", 499)  # nobody reads it
         if isinstance(error, HTTPException):  # of the router: no such path or method
             where = f"{request.method} {request.url.path}"
-            error = ApiError(error.status_code, f"{where[:200]}: {error.detail}")
+            meant = _meant(app, request.url.path) if error.status_code == 404 else None
+            hint = f"; expected {meant}: clients add its end to a base URL that ends in /v1, once" if meant else ""
+            error = ApiError(error.status_code, f"{where[:200]}: {error.detail}{hint}")
         error = ApiError.of(error)
         if error.status in LOGGED_REFUSALS:
             service.refusals.add(error.status)
-        return JsonReply(error.body(), error.status, error.headers())
+        return JsonReply(error.body(), error.status, error.headers() | {REQUEST_ID: request.state.request_id})
 
     for kind in (ApiError, InputError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, reply)

@@ -58,7 +58,13 @@ ENDS: tuple[FinishReason | None, ...] = ("length", "stop", "aborted", None)
 
 
 @settings(max_examples=400, deadline=None)
-@given(tokens, st.lists(st.lists(runs, min_size=1, max_size=3), max_size=5), stops, st.sampled_from([0, 0, 1, 3, 6]), st.sampled_from(ENDS))
+@given(
+    tokens,
+    st.lists(st.lists(runs, min_size=1, max_size=3), max_size=5),
+    stops,
+    st.sampled_from([0, 0, 1, 3, 6]),
+    st.sampled_from(ENDS),
+)
 def test_an_answer_is_the_whole_text_cut_at_the_first_stop_string(
     first: int, dispatches: list[list[list[int]]], stop: list[str], least: int, end: FinishReason | None
 ) -> None:
@@ -112,7 +118,13 @@ def test_no_stop_string_ends_in_the_first_min_tokens_but_one_may_begin_there() -
         assembler.add(TokenChunk(request, tuple(b"an END, the ENDS"), 1.0, (), "length"))
         return assembler.result().text
 
-    assert [text(least) for least in (0, 5, 6, 14, 15)] == ["an ", "an ", "an END, the ", "an END, the ", "an END, the ENDS"]
+    assert [text(least) for least in (0, 5, 6, 14, 15)] == [
+        "an ",
+        "an ",
+        "an END, the ",
+        "an END, the ",
+        "an END, the ENDS",
+    ]
     assert text(6, ("END, the E",)) == "an "
 
 
