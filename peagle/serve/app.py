@@ -39,9 +39,11 @@ from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.replies import (
     ChatCompletion,
     Completion,
+    DeletedResponse,
     Detokenized,
     Error,
     Health,
+    InputItems,
     ModelCard,
     Models,
     Response,
@@ -50,13 +52,14 @@ from peagle.serve.replies import (
 )
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.service import Service
+from peagle.serve.stored import StoredResponse
 
 LOGGED_REFUSALS = (429, 503)  # statuses of refusals under load, which the log counts
 SCHEMA = "#/components/schemas/{model}"
 REFUSALS: dict[int | str, str] = {
     401: "No key, or a wrong one.",
     403: "A page of another site.",
-    404: "Another model.",
+    404: "Another model, or a response that is not kept.",
     400: "The request cannot be run.",
     408: "The body was not complete in time.",
     413: "The body is too large.",
@@ -80,13 +83,16 @@ class Endpoint:
 
     body: Any
     reply: Any
-    start: Callable[[Service, Any], Coroutine[Any, Any, Generation]]
+    start: Callable[[Service, Any, str], Coroutine[Any, Any, Generation]]
 
-    async def generation(self, service: Service, body: bytes) -> Generation:
-        """Send the requests of a body to the engine. Raises ApiError or InputError if it refuses them."""
+    async def generation(self, service: Service, body: bytes, owner: str = "") -> Generation:
+        """Send the requests of a body to the engine. Raises ApiError or InputError if it refuses them.
+
+        owner: the API key that came with it.
+        """
         parsed = await service.parse(self.body, body)
         await service.loop.expect_ready()
-        return await self.start(service, parsed)
+        return await self.start(service, parsed, owner)
 
 
 ENDPOINTS = {
@@ -110,7 +116,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
     def authorised(request: fastapi.Request) -> None:
         check_host(request, service.hosts)
         check_origin(request, service.origins, service.note_refused_site)
-        check_key(request, service.keys)
+        request.state.owner = check_key(request, service.keys)
 
     app.add_middleware(Sites, origins=service.origins, refused=service.note_refused_site)
     app.add_middleware(Transport, replies=service.metrics.replies)
@@ -131,6 +137,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
         generate_unique_id_function=_operation_id,
     )
     _add_model_routes(guarded, service)
+    _add_stored_routes(guarded, service)
     _add_tokenizer_routes(guarded, service)
     _add_info_routes(guarded, service)
 
@@ -147,9 +154,9 @@ def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
     """Add the routes whose replies the model writes."""
 
     async def answer(request: fastapi.Request) -> fastapi.Response:
-        path = request.scope["route"].path
+        path, owner = request.scope["route"].path, request.state.owner
         body = await read_body(request, service.max_body)
-        generation = await until_disconnect(request.receive, ENDPOINTS[path].generation(service, body))
+        generation = await until_disconnect(request.receive, ENDPOINTS[path].generation(service, body, owner))
 
         def finish() -> None:
             service.finish(generation, path, request.state.request_id)
@@ -171,6 +178,30 @@ def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
             responses=_refusals(*BODY_STATUSES, 429, 503) | stream,
             openapi_extra=_body_schema(endpoint.body),
         )
+
+
+def _add_stored_routes(router: fastapi.APIRouter, service: Service) -> None:
+    """Add the routes for responses that are kept."""
+    path = "/v1/responses/{response_id}"
+
+    def response_of(request: fastapi.Request, response_id: str) -> StoredResponse:
+        return service.responses.response(request.state.owner, response_id)
+
+    @router.get(path, response_model=Response, responses=_refusals(400))
+    async def response(request: fastapi.Request, response_id: str) -> JsonReply:
+        if request.query_params.get("stream", "false") != "false":
+            raise ApiError(400, "stream is set, but a kept response has ended; leave it out", "stream")
+        return JsonReply(response_of(request, response_id).as_reply())
+
+    @router.delete(path, operation_id="delete_response")
+    async def delete(request: fastapi.Request, response_id: str) -> DeletedResponse:
+        service.responses.remove(request.state.owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.get(f"{path}/input_items", response_model=InputItems, responses=_refusals(400))
+    async def input_items(request: fastapi.Request, response_id: str) -> JsonReply:
+        limit, order, after = map(request.query_params.get, ("limit", "order", "after"))
+        return JsonReply(response_of(request, response_id).input_page(limit, order, after))
 
 
 def _add_tokenizer_routes(router: fastapi.APIRouter, service: Service) -> None:

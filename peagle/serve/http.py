@@ -49,7 +49,10 @@ EXPECTED = {  # by field, for fields of several types
     "content": "expected a text or a list of parts",  # of any message
     "output": "expected a text or a list of parts",
 }
-HINTS = {"item_reference": "nothing is stored here: send the item itself"}  # by type of an object
+CURES = {  # by unsupported field, without which the model would not read what the client means
+    "conversation": "send its items in input, or a previous_response_id",
+    "prompt": "send its text in instructions or input",
+}
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -121,17 +124,22 @@ def _check_count(fields: dict[str, Any], context: int) -> None:
             if isinstance(prompt, list) and len(prompt) > most:
                 code = None if name == "tools" else "context_length_exceeded"
                 raise ApiError(400, f"{name} has {len(prompt)} items; expected at most {most}", name, code)
-    most = max(1, context // TOKENS_OF_A_MESSAGE)
     for name, lists in INNER_LISTS.items():
         items = fields.get(name)
         if not isinstance(items, list):
             continue
         inner = (item[key] for item in items if isinstance(item, dict) for key in lists if key in item)
         count = len(items) + sum(len(parts) for parts in inner if isinstance(parts, list))
-        if count > most:
-            things = "items" if name == "input" else "messages, calls"
-            message = f"{count} {things} and parts are given; expected at most {most}, since the context holds"
-            raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
+        check_messages(count, context, name)
+
+
+def check_messages(count: int, context: int, name: str) -> None:
+    """Raise ApiError for more messages, calls and parts than the context can hold. name: of their field."""
+    most = max(1, context // TOKENS_OF_A_MESSAGE)
+    if count > most:
+        things = "items" if name == "input" else "messages, calls"
+        message = f"{count} {things} and parts are given; expected at most {most}, since the context holds"
+        raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
@@ -144,12 +152,12 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
         if value.get("type") is None:
             return ApiError.missing(f"{name}.type")
         tags = re.sub(r"[\[\]]", "", first["ctx"]["expected_tags"])
-        expected = HINTS.get(str(value["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
-        message = f"{name}.type is {brief(value['type'])}; {expected}"
+        message = f"{name}.type is {brief(value['type'])}; expected {' or '.join(tags.rsplit(', ', 1))}"
         return ApiError(400, message, f"{name}.type", "unsupported_parameter")
     if first["type"] == "extra_forbidden":
+        cure = CURES.get(name, "leave it out")
         return ApiError(
-            400, f"{name} is not supported here (it is {brief(value)}); leave it out", name, "unsupported_parameter"
+            400, f"{name} is not supported here (it is {brief(value)}); {cure}", name, "unsupported_parameter"
         )
     if first["type"] == "missing":
         return ApiError.missing(name)
@@ -169,15 +177,20 @@ def _in_plain_words(message: str) -> str:
     )
 
 
-def check_key(request: Request, keys: Sequence[str]) -> None:
-    """Raise ApiError unless the bearer token is one of the keys. Its time depends on no character of the token."""
+def check_key(request: Request, keys: Sequence[str]) -> str:
+    """Return the key that is the bearer token; an empty text if no key is required. Raises ApiError for another one.
+
+    The time depends on no character of the token.
+    """
     if not keys:
-        return
+        return ""
     kind, _, credentials = request.headers.get("authorization", "").partition(" ")
     token = credentials.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
-    if not sum(hmac.compare_digest(token, key.encode("utf-8")) for key in keys):
+    matches = [key for key in keys if hmac.compare_digest(token, key.encode("utf-8"))]
+    if not matches:
         message = "the key is missing or wrong; send it as Authorization: Bearer KEY"
         raise ApiError(401, message, None, "invalid_api_key")
+    return matches[0]
 
 
 def check_origin(request: Request, allowed: Sequence[str], refused: Callable[[str], None]) -> None:

@@ -24,6 +24,7 @@ from peagle.serve.metrics import Metrics
 from peagle.serve.outputs import pooled, usage
 from peagle.serve.replies import Health, ModelCard
 from peagle.serve.requests import RequestBuilder
+from peagle.serve.stored import ResponseStore
 from peagle.serve.structured import constraint_field
 
 POLL_S = 0.02
@@ -45,6 +46,7 @@ class Service:
     hosts: Sequence[str] | None = None  # names, beside loopback's, by which clients may address the server; None: any
     log: logging.Logger | None = None  # gets a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(default_factory=ResponseStore)
     max_unsent: int = 4_000_000  # bytes of a stream that may wait for its client, or the stream ends
     metrics: Metrics = field(init=False)
     unsent: Unsent = field(init=False)

@@ -243,6 +243,8 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--slots", "0"], "--slots is 0"),
             (["--mask-budget", "0"], "--mask-budget is 0"),
             (["--max-queue", "-1"], "--max-queue is -1"),
+            (["--response-store", "-1"], "--response-store is -1"),
+            (["--response-ttl", "-1"], "--response-ttl is -1"),
             (["--max-body", "0"], "--max-body is 0"),
             (["--drain", "-1"], "--drain is -1"),
             (["--keep-alive", "0"], "--keep-alive is 0"),
