@@ -55,6 +55,7 @@ from peagle.serve.service import Service
 from peagle.serve.stored import StoredResponse
 
 LOGGED_REFUSALS = (429, 503)  # statuses of refusals under load, which the log counts
+LONGEST_HINTED = 200  # characters of a path that is compared with the routes
 SCHEMA = "#/components/schemas/{model}"
 REFUSALS: dict[int | str, str] = {
     401: "No key, or a wrong one.",
@@ -274,7 +275,7 @@ def document(app: fastapi.FastAPI, needs_key: bool) -> dict[str, Any]:
 def _meant(app: fastapi.FastAPI, path: str) -> str | None:
     """Return the path of a route that ends like this one, which none has: /v1/models for /models or /v1/v1/models."""
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path != "/"]
-    starts = [index for index, char in enumerate(path) if char == "/"]
+    starts = [index for index, char in enumerate(path) if char == "/" and len(path) <= LONGEST_HINTED]
     meant = (f"{prefix}{path[start:]}" for start in starts for prefix in ("/v1", ""))
     return next((path for path in meant if any(route.path_regex.match(path) for route in routes)), None)
 

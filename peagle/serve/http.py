@@ -51,6 +51,8 @@ EXPECTED = {  # by field, for fields of several types
 }
 CURES = {  # by unsupported field, without which the model would not read what the client means
     "conversation": "send its items in input, or a previous_response_id",
+    "functions": "send tools",
+    "function_call": "send tool_choice",
     "prompt": "send its text in instructions or input",
 }
 T = TypeVar("T")

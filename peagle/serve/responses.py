@@ -131,11 +131,10 @@ def _stored_input(body: ResponsesBody, past: Past) -> list[StoredItem]:
 
 def _stored(item: Item) -> StoredItem:
     fields = item.model_dump(by_alias=True, exclude_none=True)
-    kind = fields["type"]
     if isinstance(fields.get("content"), str):  # of a message
         part = "output_text" if fields["role"] == "assistant" else "input_text"
         fields["content"] = [{"type": part, "text": fields["content"]}]
-    return StoredItem.of({"id": f"{ID_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}", "status": "completed", **fields})
+    return StoredItem.of({"id": _new_id(fields["type"]), "status": "completed", **fields})
 
 
 def _given(body: ResponsesBody) -> Sequence[Item | ItemReference]:
@@ -439,22 +438,19 @@ class ResponsesFormatter(ChannelFormatter):
         return {**response, "store": keep is not None and keep(response)}
 
     def _new_item(self, delta: Delta) -> _OutputItem:
-        number = uuid.uuid4().hex
         value: dict[str, Any]
         if delta.call is not None:
             name = self.tool_names.get(delta.call.name, {"name": delta.call.name})
             is_custom = self._custom_calls(0).is_custom(delta.call)
-            kind, prefix, text = (
-                ("custom_tool_call", "ctc", "input") if is_custom else ("function_call", "fc", "arguments")
-            )
-            value = {"id": f"{prefix}_{number}", "type": kind, "call_id": delta.call.id, text: "", **name}
+            kind, text = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
+            value = {"type": kind, "call_id": delta.call.id, text: "", **name}
         elif delta.kind == "reasoning":
-            value = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "encrypted_content": None}
+            value = {"type": "reasoning", "summary": [], "encrypted_content": None}
             value["content"] = [{"type": "reasoning_text", "text": ""}]
         else:
-            value = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+            value = {"type": "message", "role": "assistant"}
             value["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-        value["status"] = "in_progress"
+        value = {"id": _new_id(value["type"]), **value, "status": "in_progress"}
         self._items.append(_OutputItem(value, len(self._items), delta.message))
         return self._items[-1]
 
@@ -508,6 +504,11 @@ class ResponsesFormatter(ChannelFormatter):
             "user": body.user,
             **(figures(results) if results else {}),
         }
+
+
+def _new_id(kind: str) -> str:
+    """Make the id of an item. kind: its type."""
+    return f"{ID_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
 
 
 def _event(kind: str, **fields: Any) -> ResponseEvent:
