@@ -225,7 +225,7 @@ class SamplingParams:
     logit_bias: Annotated[tuple[tuple[int, float], ...], Flag(SAMPLING, "ID=X", read=read_bias)] = ()
     """Add X to the logit of token ID; repeatable."""
     min_tokens: Annotated[int, Flag(SAMPLING, "N")] = 0
-    """Allow no stop token before N tokens are generated."""
+    """Allow no stop token and no stop string before N tokens are generated."""
 
     def __post_init__(self) -> None:
         smallest, largest, penalty = 1 / HOTTEST, HOTTEST, LARGEST_PENALTY

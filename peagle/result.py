@@ -207,8 +207,9 @@ class Assembler:
 
     `add` returns new text, `result` the figures so far. Tokens are added one by one, so the answer does not depend on
     how they are divided into chunks. The answer ends with the token that completes a stop string; its text ends before
-    the stop string that begins first. Text that may begin a stop string is held back until that is decided or the
-    request ends. An incomplete character at the end, and the stop token, complete no stop string.
+    the stop string that begins first. No stop string ends in the first `min_tokens` tokens, as in vLLM. Text that may
+    begin a stop string is held back until that is decided or the request ends. An incomplete character at the end, and
+    the stop token, complete no stop string.
     """
 
     def __init__(
@@ -322,7 +323,8 @@ class Assembler:
         texts, deltas = [], []
         for place, token_id in enumerate(token_ids):
             text = self._decode(token_id)
-            texts.append(text if self._stop is None else self._stop.add(text))
+            search = len(self._ids) + place >= self.request.sampling.min_tokens
+            texts.append(text if self._stop is None else self._stop.add(text, search))
             deltas += [] if self._parser is None else self._parser.add((token_id,))
             if self.cut:
                 return token_ids[: place + 1], texts, deltas

@@ -316,7 +316,7 @@ def read_config_file(app: App, words: Sequence[str], kind: type[Command], file: 
     Raises InputError for a key that is no option, and for a value of another type.
     """
     try:
-        values = tomllib.loads(file.read_text("utf-8"))
+        values = tomllib.loads(file.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(
             f"--config {file} cannot be read: {reason_of(error)}; expected TOML, such as slots = 8"

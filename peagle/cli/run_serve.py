@@ -29,6 +29,7 @@ from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.server import Server, ServerOptions, listen, on_loopback
 from peagle.serve.service import Service
+from peagle.serve.stored import ResponseStore
 
 DEMO_NAME = "peagle-demo"
 FAILED = 1  # exit codes
@@ -64,6 +65,7 @@ def serve(settings: Serve) -> int:
             settings.allow_origin,
             allowed_hosts(settings.host, keys, settings.allow_origin),
             None if settings.quiet else _request_log(),
+            responses=ResponseStore(settings.response_store, settings.response_ttl),
             max_unsent=settings.max_unsent,
         )
         options = ServerOptions(
@@ -176,7 +178,7 @@ def allowed_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -
 def read_api_keys(path: Path) -> tuple[str, ...]:
     """Read one key per line. Raises InputError for a file without keys."""
     try:
-        keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+        keys = tuple(line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"--api-key-file {path} cannot be read: {reason_of(error)}; expected one key per line, in UTF-8"

@@ -127,7 +127,7 @@ def _grammar(settings: Decode) -> Grammar | None:
     try:
         with _errors_name_grammar(settings):
             if path is not None:
-                return Grammar.json_schema(path.read_text("utf-8"))
+                return Grammar.json_schema(path.read_text("utf-8-sig"))
             return None if regex is None else Grammar.regex(regex)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
@@ -172,7 +172,7 @@ def _read_standard_input() -> str:
     if sys.stdin is None:
         raise InputError("standard input is closed; expected the prompt there, or a prompt instead of -")
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError("standard input is not UTF-8 text; expected UTF-8") from None
     return text.removesuffix("\n").removesuffix("\r")

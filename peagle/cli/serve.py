@@ -73,6 +73,10 @@ class Serve(Served):
     """Largest request, in bytes."""
     max_unsent: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
     """Bytes of a stream that may wait for a slow client; a stream with more ends with an error."""
+    response_store: Annotated[int, Flag(SERVER, "BYTES")] = 256_000_000
+    """Memory for responses that /v1/responses keeps, for previous_response_id and item references; 0: none is kept."""
+    response_ttl: Annotated[int, Flag(SERVER, "SECONDS")] = 86_400
+    """Time that a response is kept after its last use, if there is room; 0: none is kept."""
     api_key_file: Annotated[Path | None, API_KEY_FILE] = None
     allow_origin: Annotated[tuple[str, ...], Flag(SERVER, "ORIGIN")] = ()
     """Site whose pages may call this server from a browser (CORS), such as https://example.org; *: any. Repeatable."""
@@ -87,7 +91,9 @@ class Serve(Served):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, max_queue=0, max_body=1, max_unsent=1, drain=0, keep_alive=1)
+        check_least(
+            self, max_queue=0, max_body=1, max_unsent=1, response_store=0, response_ttl=0, drain=0, keep_alive=1
+        )
 
     def run(self) -> int:
         from peagle.cli.processes import run_together

@@ -53,6 +53,10 @@ class FleetConfig:
     """How long the load must be low before replicas stop; --drain lets them finish open responses."""
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64
     """Requests that may wait for a slot; further ones get status 429."""
+    response_store: Annotated[int, Flag(SERVER, "BYTES")] = 256_000_000
+    """Memory for responses that /v1/responses keeps, for previous_response_id and item references; 0: none is kept."""
+    response_ttl: Annotated[int, Flag(SERVER, "SECONDS")] = 86_400
+    """Time that a response is kept after its last use, if there is room; 0: none is kept."""
     drain: Annotated[float, Flag(SERVER, "SECONDS")] = 30.0
     """Time for a stopping replica to finish open responses."""
     num_cpus: Annotated[float, Flag(MACHINE, "N")] = 1.0
@@ -66,7 +70,17 @@ class FleetConfig:
     route_by_prefix: bool = True  # send a prompt to the replica that has its prefix, if there are prefix caches
 
     def __post_init__(self) -> None:
-        check_least(self, prefill=0, decode=1, max_prefill=0, max_decode=0, busy=0, max_queue=0)
+        check_least(
+            self,
+            prefill=0,
+            decode=1,
+            max_prefill=0,
+            max_decode=0,
+            busy=0,
+            max_queue=0,
+            response_store=0,
+            response_ttl=0,
+        )
         for name in ("scale_up", "scale_down", "drain", "num_cpus", "num_gpus", "patience_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 message = f"{name} is {getattr(self, name)}; expected a number of 0 or more, and not infinity"

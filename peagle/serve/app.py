@@ -11,7 +11,6 @@ from typing import Any
 
 import fastapi
 import pydantic
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.routing import APIRoute
@@ -24,8 +23,10 @@ from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokeni
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import (
+    REQUEST_ID,
     EventStream,
     JsonReply,
+    Sites,
     Transport,
     check_host,
     check_key,
@@ -38,9 +39,11 @@ from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.replies import (
     ChatCompletion,
     Completion,
+    DeletedResponse,
     Detokenized,
     Error,
     Health,
+    InputItems,
     ModelCard,
     Models,
     Response,
@@ -49,13 +52,15 @@ from peagle.serve.replies import (
 )
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.service import Service
+from peagle.serve.stored import StoredResponse
 
 LOGGED_REFUSALS = (429, 503)  # statuses of refusals under load, which the log counts
+LONGEST_HINTED = 200  # characters of a path that is compared with the routes
 SCHEMA = "#/components/schemas/{model}"
 REFUSALS: dict[int | str, str] = {
     401: "No key, or a wrong one.",
     403: "A page of another site.",
-    404: "Another model.",
+    404: "Another model, or a response that is not kept.",
     400: "The request cannot be run.",
     408: "The body was not complete in time.",
     413: "The body is too large.",
@@ -79,13 +84,16 @@ class Endpoint:
 
     body: Any
     reply: Any
-    start: Callable[[Service, Any], Coroutine[Any, Any, Generation]]
+    start: Callable[[Service, Any, str], Coroutine[Any, Any, Generation]]
 
-    async def generation(self, service: Service, body: bytes) -> Generation:
-        """Send the requests of a body to the engine. Raises ApiError or InputError if it refuses them."""
+    async def generation(self, service: Service, body: bytes, owner: str = "") -> Generation:
+        """Send the requests of a body to the engine. Raises ApiError or InputError if it refuses them.
+
+        owner: the API key that came with it.
+        """
         parsed = await service.parse(self.body, body)
         await service.loop.expect_ready()
-        return await self.start(service, parsed)
+        return await self.start(service, parsed, owner)
 
 
 ENDPOINTS = {
@@ -102,23 +110,16 @@ def create_app(service: Service) -> fastapi.FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
 
     def authorised(request: fastapi.Request) -> None:
         check_host(request, service.hosts)
-        check_origin(request, service.origins)
-        check_key(request, service.keys)
+        check_origin(request, service.origins, service.note_refused_site)
+        request.state.owner = check_key(request, service.keys)
 
-    if service.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=service.origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["Retry-After"],
-        )
-
+    app.add_middleware(Sites, origins=service.origins, refused=service.note_refused_site)
     app.add_middleware(Transport, replies=service.metrics.replies)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
@@ -137,6 +138,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
         generate_unique_id_function=_operation_id,
     )
     _add_model_routes(guarded, service)
+    _add_stored_routes(guarded, service)
     _add_tokenizer_routes(guarded, service)
     _add_info_routes(guarded, service)
 
@@ -153,12 +155,12 @@ def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
     """Add the routes whose replies the model writes."""
 
     async def answer(request: fastapi.Request) -> fastapi.Response:
-        path = request.scope["route"].path
+        path, owner = request.scope["route"].path, request.state.owner
         body = await read_body(request, service.max_body)
-        generation = await until_disconnect(request.receive, ENDPOINTS[path].generation(service, body))
+        generation = await until_disconnect(request.receive, ENDPOINTS[path].generation(service, body, owner))
 
         def finish() -> None:
-            service.finish(generation, path)
+            service.finish(generation, path, request.state.request_id)
 
         if generation.stream:
             return EventStream(generation.events(), finish, service.unsent)
@@ -177,6 +179,30 @@ def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
             responses=_refusals(*BODY_STATUSES, 429, 503) | stream,
             openapi_extra=_body_schema(endpoint.body),
         )
+
+
+def _add_stored_routes(router: fastapi.APIRouter, service: Service) -> None:
+    """Add the routes for responses that are kept."""
+    path = "/v1/responses/{response_id}"
+
+    def response_of(request: fastapi.Request, response_id: str) -> StoredResponse:
+        return service.responses.response(request.state.owner, response_id)
+
+    @router.get(path, response_model=Response, responses=_refusals(400))
+    async def response(request: fastapi.Request, response_id: str) -> JsonReply:
+        if request.query_params.get("stream", "false") != "false":
+            raise ApiError(400, "stream is set, but a kept response has ended; leave it out", "stream")
+        return JsonReply(response_of(request, response_id).as_reply())
+
+    @router.delete(path, operation_id="delete_response")
+    async def delete(request: fastapi.Request, response_id: str) -> DeletedResponse:
+        service.responses.remove(request.state.owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.get(f"{path}/input_items", response_model=InputItems, responses=_refusals(400))
+    async def input_items(request: fastapi.Request, response_id: str) -> JsonReply:
+        limit, order, after = map(request.query_params.get, ("limit", "order", "after"))
+        return JsonReply(response_of(request, response_id).input_page(limit, order, after))
 
 
 def _add_tokenizer_routes(router: fastapi.APIRouter, service: Service) -> None:
@@ -246,6 +272,14 @@ def document(app: fastapi.FastAPI, needs_key: bool) -> dict[str, Any]:
     return openapi
 
 
+def _meant(app: fastapi.FastAPI, path: str) -> str | None:
+    """Return the path of a route that ends like this one, which none has: /v1/models for /models or /v1/v1/models."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path != "/"]
+    starts = [index for index, char in enumerate(path) if char == "/" and len(path) <= LONGEST_HINTED]
+    meant = (f"{prefix}{path[start:]}" for start in starts for prefix in ("/v1", ""))
+    return next((path for path in meant if any(route.path_regex.match(path) for route in routes)), None)
+
+
 def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
     """Answer every failure with an error object."""
 
@@ -254,11 +288,13 @@ def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
             return PlainTextResponse("", 499)  # nobody reads it
         if isinstance(error, HTTPException):  # of the router: no such path or method
             where = f"{request.method} {request.url.path}"
-            error = ApiError(error.status_code, f"{where[:200]}: {error.detail}")
+            meant = _meant(app, request.url.path) if error.status_code == 404 else None
+            hint = f"; expected {meant}: clients add its end to a base URL that ends in /v1, once" if meant else ""
+            error = ApiError(error.status_code, f"{where[:200]}: {error.detail}{hint}")
         error = ApiError.of(error)
         if error.status in LOGGED_REFUSALS:
             service.refusals.add(error.status)
-        return JsonReply(error.body(), error.status, error.headers())
+        return JsonReply(error.body(), error.status, error.headers() | {REQUEST_ID: request.state.request_id})
 
     for kind in (ApiError, InputError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, reply)

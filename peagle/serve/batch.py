@@ -28,6 +28,7 @@ from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.errors import ApiError
+from peagle.serve.http import read_json
 from peagle.serve.service import Service
 
 POLL_S = 0.1  # between checks for Ctrl-C
@@ -169,7 +170,7 @@ def _read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
     """Parse an input line and add its custom_id to `custom_ids`, those of the lines before. Raises LineError."""
     where = f"line {number}"
     try:
-        fields = pydantic_core.from_json(text)
+        fields = read_json(text)
     except ValueError as error:
         raise LineError(None, f"{where} is not valid JSON: {error}") from None
     if not isinstance(fields, dict):

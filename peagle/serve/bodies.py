@@ -48,9 +48,15 @@ def published(**limits: Any) -> Any:
     return pydantic.Field(json_schema_extra=limits)
 
 
+def _whole(value: Any) -> Any:
+    """Return 10 for 10.0, as which some clients write an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+
+Whole = Annotated[int, pydantic.BeforeValidator(_whole)]
 Penalty = Annotated[float, published(minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)]
-TokenLimit = Annotated[int | None, published(minimum=1)]
-NumLogprobs = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
+TokenLimit = Annotated[Whole | None, published(minimum=1)]
+NumLogprobs = Annotated[Whole | None, published(minimum=0, maximum=MOST_LOGPROBS)]
 TokenId = Annotated[int, published(minimum=0)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -256,14 +262,14 @@ class PastFunctionCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Whole | None = None
 
 
 class PastCustomCall(Body):
     id: str
     type: Literal["custom"]
     custom: CalledCustom
-    index: int | None = None
+    index: Whole | None = None
 
     @property
     def function(self) -> CalledFunction:
@@ -308,7 +314,7 @@ class ChatMessage(Marked):
 class Speculative(Body):
     """num_speculative_tokens: the most drafts of a step of this request; None: the server's K."""
 
-    num_speculative_tokens: Annotated[int | None, published(minimum=0)] = None
+    num_speculative_tokens: Annotated[Whole | None, published(minimum=0)] = None
 
 
 class JsonSchema(Body):
@@ -355,7 +361,7 @@ class AnswerBody(Body):
     model: str | None = None
     temperature: Annotated[float, published(minimum=0, maximum=HOTTEST)] = 1.0
     top_p: Annotated[float, published(exclusiveMinimum=0, maximum=1)] = 1.0
-    seed: Annotated[int | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)] = None
+    seed: Annotated[Whole | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)] = None
     stream: bool = False
     speculative: Speculative | None = None
     user: str | None = None
@@ -366,14 +372,14 @@ class AnswerBody(Body):
 class Sampled(AnswerBody, Structured):
     """Fields of chats and completions. None: OpenAI's default."""
 
-    top_k: Annotated[int, published(minimum=-1, exclusiveMaximum=2**31)] = 0
+    top_k: Annotated[Whole, published(minimum=-1, exclusiveMaximum=2**31)] = 0
     min_p: Annotated[float, published(minimum=0, maximum=1)] = 0.0
     max_tokens: TokenLimit = None
-    min_tokens: Annotated[int, published(minimum=0)] = 0
+    min_tokens: Annotated[Whole, published(minimum=0)] = 0
     stop: Annotated[str | list[str], published(minLength=1, maxItems=MOST_STOP_STRINGS)] = []
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
-    n: Annotated[int, published(minimum=1, maximum=MOST_CHOICES)] = 1
+    n: Annotated[Whole, published(minimum=1, maximum=MOST_CHOICES)] = 1
     logit_bias: Annotated[dict[str, float], published(propertyNames={"pattern": "^[0-9]+$"})] = {}
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -397,7 +403,7 @@ class CompletionBody(Sampled):
     """max_tokens: it may be 0 if echo is set."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Annotated[int | None, published(minimum=0)] = None
+    max_tokens: Annotated[Whole | None, published(minimum=0)] = None
     echo: bool = False
     logprobs: NumLogprobs = None
 

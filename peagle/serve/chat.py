@@ -20,7 +20,7 @@ from peagle.text.channels import Delta
 TEXT_FIELDS = {"function": "arguments", "custom": "input"}  # by type of the call
 
 
-async def start(service: Service, body: ChatBody) -> Generation:
+async def start(service: Service, body: ChatBody, _owner: str = "") -> Generation:
     """Send the requests of a body to the engine."""
     requests = await service.in_tokenizer_thread(service.builder.chat, body, await service.grammar(body))
     tokenizer = service.builder.tokenizer

@@ -22,7 +22,7 @@ COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 Row = tuple[str, str, str, str]  # of a token: the JSON of its value in each column
 
 
-async def start(service: Service, body: CompletionBody) -> Generation:
+async def start(service: Service, body: CompletionBody, _owner: str = "") -> Generation:
     """Send the requests of a body to the engine."""
     requests, echoed = await service.in_tokenizer_thread(service.builder.completion, body, await service.grammar(body))
     tokenizer = service.builder.pair.tokenizer

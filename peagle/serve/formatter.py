@@ -69,6 +69,9 @@ class ResponseFormatter:
         """Make the reply after all answers have ended."""
         raise NotImplementedError
 
+    def close(self, results: Sequence[Result]) -> None:
+        """End a stream, which its client may have left."""
+
     def _token_json(self, token_id: int) -> str:
         """Return `_write_token`, which is called once per token id."""
         text = self._json_by_token.get(token_id)
@@ -207,6 +210,8 @@ class Generation:
             yield formatter.end(outputs.results())
         except ApiError as error:
             yield formatter.failed(error)
+        finally:
+            formatter.close(outputs.results())
 
 
 def _event(value: Mapping[str, Any]) -> str:

@@ -5,10 +5,12 @@ import collections
 import contextlib
 import hmac
 import ipaddress
+import json
 import logging
 import re
 import time
 import urllib.parse
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +19,10 @@ import pydantic
 import pydantic_core
 from fastapi import Request, Response
 from prometheus_client import Counter, Gauge
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response as StarletteResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle.ops.settings import brief
@@ -30,7 +35,9 @@ BODY_PATIENCE_S = 60.0
 STOPPED = "the server was stopped before this request was answered"
 UNREAD = "more than {} bytes of this stream waited for its client; read it faster, or ask for less"
 COMMENT = b": waiting\n\n"  # a comment of server-sent events, which clients skip
-METHODS, OTHER = ("GET", "POST", "OPTIONS"), "other"  # labels of the metric of replies
+METHODS, OTHER = ("GET", "POST", "DELETE", "OPTIONS"), "other"  # labels of the metric of replies
+REQUEST_ID = "X-Request-Id"  # header of a request, and of its reply
+VALID_ID = re.compile(r"[!-~]{1,200}")
 TOKENS_OF_A_MESSAGE = 4  # the fewest, in harmony: start, role, channel or text, end
 # lists of messages or items -> the fields of an item that are lists, too
 INNER_LISTS = {"messages": ("tool_calls", "content"), "input": ("content", "output")}
@@ -42,7 +49,12 @@ EXPECTED = {  # by field, for fields of several types
     "content": "expected a text or a list of parts",  # of any message
     "output": "expected a text or a list of parts",
 }
-HINTS = {"item_reference": "nothing is stored here: send the item itself"}  # by type of an object
+CURES = {  # by unsupported field, without which the model would not read what the client means
+    "conversation": "send its items in input, or a previous_response_id",
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "prompt": "send its text in instructions or input",
+}
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -83,7 +95,7 @@ def parse(kind: type[BodyT], body: bytes, context: int | None = None) -> BodyT:
     context: in positions. Refuses more messages, calls and parts than it can hold before it checks their types.
     """
     try:
-        fields = pydantic_core.from_json(body)
+        fields = read_json(body)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}; expected an object in UTF-8") from None
     if not isinstance(fields, dict):
@@ -94,6 +106,12 @@ def parse(kind: type[BodyT], body: bytes, context: int | None = None) -> BodyT:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
         raise _refusal(error) from None
+
+
+def read_json(body: bytes) -> Any:
+    """Parse JSON in UTF-8, UTF-16 or UTF-32, with or without a byte order mark. Raises ValueError."""
+    encoding = json.detect_encoding(body)
+    return pydantic_core.from_json(body if encoding == "utf-8" else body.decode(encoding))
 
 
 def _check_count(fields: dict[str, Any], context: int) -> None:
@@ -108,17 +126,22 @@ def _check_count(fields: dict[str, Any], context: int) -> None:
             if isinstance(prompt, list) and len(prompt) > most:
                 code = None if name == "tools" else "context_length_exceeded"
                 raise ApiError(400, f"{name} has {len(prompt)} items; expected at most {most}", name, code)
-    most = max(1, context // TOKENS_OF_A_MESSAGE)
     for name, lists in INNER_LISTS.items():
         items = fields.get(name)
         if not isinstance(items, list):
             continue
         inner = (item[key] for item in items if isinstance(item, dict) for key in lists if key in item)
         count = len(items) + sum(len(parts) for parts in inner if isinstance(parts, list))
-        if count > most:
-            things = "items" if name == "input" else "messages, calls"
-            message = f"{count} {things} and parts are given; expected at most {most}, since the context holds"
-            raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
+        check_messages(count, context, name)
+
+
+def check_messages(count: int, context: int, name: str) -> None:
+    """Raise ApiError for more messages, calls and parts than the context can hold. name: of their field."""
+    most = max(1, context // TOKENS_OF_A_MESSAGE)
+    if count > most:
+        things = "items" if name == "input" else "messages, calls"
+        message = f"{count} {things} and parts are given; expected at most {most}, since the context holds"
+        raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
@@ -131,12 +154,12 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
         if value.get("type") is None:
             return ApiError.missing(f"{name}.type")
         tags = re.sub(r"[\[\]]", "", first["ctx"]["expected_tags"])
-        expected = HINTS.get(str(value["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
-        message = f"{name}.type is {brief(value['type'])}; {expected}"
+        message = f"{name}.type is {brief(value['type'])}; expected {' or '.join(tags.rsplit(', ', 1))}"
         return ApiError(400, message, f"{name}.type", "unsupported_parameter")
     if first["type"] == "extra_forbidden":
+        cure = CURES.get(name, "leave it out")
         return ApiError(
-            400, f"{name} is not supported here (it is {brief(value)}); leave it out", name, "unsupported_parameter"
+            400, f"{name} is not supported here (it is {brief(value)}); {cure}", name, "unsupported_parameter"
         )
     if first["type"] == "missing":
         return ApiError.missing(name)
@@ -156,24 +179,30 @@ def _in_plain_words(message: str) -> str:
     )
 
 
-def check_key(request: Request, keys: Sequence[str]) -> None:
-    """Raise ApiError unless the bearer token is one of the keys. Its time depends on no character of the token."""
+def check_key(request: Request, keys: Sequence[str]) -> str:
+    """Return the key that is the bearer token; an empty text if no key is required. Raises ApiError for another one.
+
+    The time depends on no character of the token.
+    """
     if not keys:
-        return
+        return ""
     kind, _, credentials = request.headers.get("authorization", "").partition(" ")
     token = credentials.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
-    if not sum(hmac.compare_digest(token, key.encode("utf-8")) for key in keys):
+    matches = [key for key in keys if hmac.compare_digest(token, key.encode("utf-8"))]
+    if not matches:
         message = "the key is missing or wrong; send it as Authorization: Bearer KEY"
         raise ApiError(401, message, None, "invalid_api_key")
+    return matches[0]
 
 
-def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Raise ApiError for a request that a browser sends for a page of another site."""
+def check_origin(request: Request, allowed: Sequence[str], refused: Callable[[str], None]) -> None:
+    """Raise ApiError for a request that a browser sends for a page of another site. refused: called with the site."""
     origin, host = request.headers.get("origin"), request.headers.get("host")
     own = request.headers.get("sec-fetch-site") == "same-origin"  # a proxy may have changed the host
     if origin is None or origin in allowed or ANY_ORIGIN in allowed:
         return
     if origin.partition("://")[2] != host and not own:
+        refused(origin)
         raise ApiError(403, f"pages of {brief(origin)} may not use this server; open the page that it serves at /")
 
 
@@ -329,8 +358,9 @@ class EventStream(Response):
 class Transport:
     """ASGI middleware: normalises requests, and counts replies by route, method and status, as vLLM does.
 
-    HEAD becomes GET. An absolute target, which proxies send, becomes a path and a host. A request that is cancelled by
-    the end of the server gets an error, and no traceback is logged.
+    HEAD becomes GET. An absolute target, which proxies send, becomes a path and a host. A path loses empty segments. A
+    reply has the request's X-Request-Id, or a new one. A request that is cancelled by the end of the server gets an
+    error, and no traceback is logged.
     """
 
     def __init__(self, app: ASGIApp, replies: Counter) -> None:
@@ -340,13 +370,19 @@ class Transport:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        request_id = Headers(scope=scope).get(REQUEST_ID, "")
+        if not VALID_ID.fullmatch(request_id):
+            request_id = f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
         scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         if not scope["path"].startswith("/"):
             scope |= _of_url(scope["raw_path"].decode("latin-1"), scope["headers"])
+        scope["path"] = _without_empty_segments(scope["path"], scope.get("root_path", ""))
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._count(scope, message["status"])
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
         try:
@@ -379,6 +415,37 @@ def _of_url(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, An
         "raw_path": path.encode("latin-1"),
         "headers": [(b"host", host), *others],
     }
+
+
+def _without_empty_segments(path: str, root: str) -> str:
+    """Return a path without the slashes at its end and the doubled ones of a base URL that ends in one."""
+    if not path.startswith("/"):
+        return path
+    path = "/" + "/".join(filter(None, path.split("/")))
+    return f"{path}/" if path == root else path  # the page, where a proxy has put the server
+
+
+class Sites(CORSMiddleware):
+    """Let pages of these sites use the routes from any network. refused: called with another site at its preflight."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], refused: Callable[[str], None]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", REQUEST_ID],
+        )
+        self.allow_private_network = True  # an option of newer versions only
+        self._refused = refused
+
+    def preflight_response(self, request_headers: Headers) -> StarletteResponse:
+        response, origin = super().preflight_response(request_headers), request_headers["origin"]
+        if not self.is_allowed_origin(origin):
+            self._refused(origin)
+        elif "access-control-request-private-network" in request_headers:
+            response.headers["access-control-allow-private-network"] = "true"
+        return response
 
 
 class Refusals:

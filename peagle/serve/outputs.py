@@ -57,7 +57,8 @@ class OutputCollector:
         for request in requests:
             parser = None
             if channels and tokenizer is not None:
-                parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop)
+                least = request.sampling.min_tokens
+                parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop, min_tokens=least)
             self._assemblers.append(Assembler(request, request.most_drafts(k), tokenizer, started_s, parser=parser))
         self._call: Call = loop.submit(requests) if decode else EchoCall(loop, requests)
 

@@ -230,6 +230,11 @@ class Incomplete(Reply):
     reason: Literal["max_output_tokens"]
 
 
+class Failure(Reply):
+    code: Literal["server_error"]
+    message: str
+
+
 class Reasoning(Reply):
     effort: str | None
     summary: None
@@ -239,8 +244,8 @@ class Response(Reply):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
-    error: None
+    status: Literal["completed", "incomplete", "failed", "cancelled"]
+    error: Failure | None
     incomplete_details: Incomplete | None
     instructions: str | None
     max_output_tokens: int | None
@@ -248,9 +253,9 @@ class Response(Reply):
     model: str
     output: list[Output]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: Reasoning
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, pydantic.JsonValue]
     tool_choice: str | dict[str, str]
@@ -258,9 +263,23 @@ class Response(Reply):
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
-    usage: ResponseUsage
+    usage: ResponseUsage | None
     user: str | None
     metrics: NotRequired[Figures]
+
+
+class DeletedResponse(Reply):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(Reply):
+    object: Literal["list"]
+    data: list[dict[str, pydantic.JsonValue]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Tokenized(Reply):

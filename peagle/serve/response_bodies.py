@@ -152,6 +152,13 @@ class Item(Body):
     status: str | None = None
 
 
+class ItemReference(Body):
+    """An item of a response that the server keeps."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
 class InputText(Marked):
     type: Literal["input_text", "text"]
     text: str
@@ -252,13 +259,18 @@ InputItem = Annotated[
     | Annotated[InputResult, Tag("[function_call_output]")]
     | Annotated[InputCustomCall, Tag("[custom_tool_call]")]
     | Annotated[InputResult, Tag("[custom_tool_call_output]")]
-    | Annotated[InputReasoning, Tag("[reasoning]")],
+    | Annotated[InputReasoning, Tag("[reasoning]")]
+    | Annotated[ItemReference, Tag("[item_reference]")],
     Discriminator(_tag_of_item),
 ]
 
 
 class ResponsesBody(AnswerBody):
-    """client_metadata, prompt_cache_key, safety_identifier, user: no effect."""
+    """client_metadata, prompt_cache_key, safety_identifier, user: no effect.
+
+    previous_response_id: of a response that the server keeps; the input follows its input and output. store: keep the
+    response.
+    """
 
     input: Annotated[Text | Annotated[list[InputItem], Tag("[list]")], LIST_OR_TEXT]
     instructions: str | None = None
@@ -270,6 +282,7 @@ class ResponsesBody(AnswerBody):
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
     top_logprobs: NumLogprobs = None
     text: TextOptions = TextOptions()
-    store: bool = False
+    store: bool = True
+    previous_response_id: str | None = None
     metadata: dict[str, str] = {}
     client_metadata: dict[str, Any] | None = None

@@ -1,10 +1,13 @@
-"""/v1/responses, without stored responses: a body becomes a chat, and the chat's answer a reply or events."""
+"""/v1/responses: a body, with the earlier responses that it names, becomes a chat; its answer a reply or events."""
 
 import copy
+import functools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import pydantic
 
 from peagle.ops.strict_json import Written, dumps
 from peagle.result import Result
@@ -26,6 +29,7 @@ from peagle.serve.bodies import (
 )
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import ChannelFormatter, Generation
+from peagle.serve.http import check_messages
 from peagle.serve.names import FieldNames, MessageNames, ResponsesFieldNames
 from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
 from peagle.serve.replies import ResponseEvent, ResponseUsage, Usage
@@ -35,10 +39,12 @@ from peagle.serve.response_bodies import (
     InputCall,
     InputCustomCall,
     InputFormat,
+    InputItem,
     InputMessage,
     InputReasoning,
     InputResult,
     Item,
+    ItemReference,
     Namespace,
     OfferedCustom,
     OfferedFunction,
@@ -46,6 +52,7 @@ from peagle.serve.response_bodies import (
     TextFormat,
 )
 from peagle.serve.service import Service
+from peagle.serve.stored import StoredItem
 from peagle.serve.structured import constraint_field
 from peagle.serve.tools import duplicate_call_id, result_without_call, unknown_call_id
 from peagle.text.channels import Delta
@@ -54,11 +61,23 @@ LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # a value of include
 SAME_FIELDS = ("temperature", "top_p", "seed", "top_logprobs", "parallel_tool_calls", "stream", "speculative")
 ToolName = Mapping[str, str]  # fields `name` and `namespace` of a tool in the body
 CALL_EVENTS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # by field of a call's text
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}  # by type of item
+Keep = Callable[[dict[str, Any]], bool]  # keeps a response; returns whether there is room for it
+ITEM: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(InputItem)
 
 
-async def start(service: Service, body: ResponsesBody) -> Generation:
-    """Send the request of a body to the engine."""
-    chat = await service.in_tokenizer_thread(as_chat, body)
+@dataclass(frozen=True)
+class Past:
+    """The kept items that a body names. items: those before its input. references: by id."""
+
+    items: Sequence[StoredItem] = ()
+    references: Mapping[str, StoredItem] = field(default_factory=dict)
+
+
+async def start(service: Service, body: ResponsesBody, owner: str = "") -> Generation:
+    """Send the request of a body to the engine. owner: the API key, whose responses the body may name."""
+    past = _past(service, body, owner)
+    chat = await service.in_tokenizer_thread(as_chat, body, past)
     grammar = await service.grammar(chat.body)
     requests = await service.in_tokenizer_thread(service.builder.chat, chat.body, grammar)
     tokenizer = service.builder.tokenizer
@@ -69,10 +88,58 @@ async def start(service: Service, body: ResponsesBody) -> Generation:
         tools=chat.body.tools,
         tool_names=chat.tool_names,
         one_call=not body.parallel_tool_calls,
+        keep=await _keeper(service, body, past, owner),
     )
     service.log_once(*chat.notes, *notes(chat.body))
     outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(chat.body))
     return Generation(body.stream, formatter, outputs)
+
+
+def _past(service: Service, body: ResponsesBody, owner: str) -> Past:
+    """Find the items that a body names. Raises ApiError for one that is not kept, and for more than fit."""
+    items: Sequence[StoredItem] = ()
+    if body.previous_response_id is not None:
+        items = service.responses.response(owner, body.previous_response_id, "previous_response_id").conversation
+    given = () if isinstance(body.input, str) else body.input
+    check_messages(len(items) + len(given), service.builder.context, "input")
+    references = {
+        item.id: service.responses.item(owner, item.id, f"{_name(index)}.id")
+        for index, item in enumerate(given)
+        if isinstance(item, ItemReference)
+    }
+    return Past(items, references)
+
+
+async def _keeper(service: Service, body: ResponsesBody, past: Past, owner: str) -> Keep | None:
+    """Return what keeps the response; None: it is not to be kept. Raises ApiError if it cannot be."""
+    if body.store and not service.responses.keeps and "store" in body.model_fields_set:
+        message = "store is true, but this server keeps no responses; set it to false, or raise --response-store"
+        raise ApiError(400, message, "store", "unsupported_parameter")
+    if not body.store or not service.responses.keeps:
+        return None
+    items = await service.in_tokenizer_thread(_stored_input, body, past)
+    return functools.partial(service.responses.keep, owner, items)
+
+
+def _stored_input(body: ResponsesBody, past: Past) -> list[StoredItem]:
+    """Make the items of a response's input, with those of the responses before it."""
+    return [
+        *past.items,
+        *(past.references[item.id] if isinstance(item, ItemReference) else _stored(item) for item in _given(body)),
+    ]
+
+
+def _stored(item: Item) -> StoredItem:
+    fields = item.model_dump(by_alias=True, exclude_none=True)
+    if isinstance(fields.get("content"), str):  # of a message
+        part = "output_text" if fields["role"] == "assistant" else "input_text"
+        fields["content"] = [{"type": part, "text": fields["content"]}]
+    return StoredItem.of({"id": _new_id(fields["type"]), "status": "completed", **fields})
+
+
+def _given(body: ResponsesBody) -> Sequence[Item | ItemReference]:
+    """Return the input's items."""
+    return [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
 class ResponseChat(ChatBody):
@@ -98,16 +165,12 @@ class AsChat:
     notes: Sequence[str]  # for the server's log
 
 
-def as_chat(body: ResponsesBody) -> AsChat:
+def as_chat(body: ResponsesBody, past: Past | None = None) -> AsChat:
     """Make the chat of a body. Raises ApiError for a body that is no chat."""
-    if body.store:
-        raise ApiError(
-            400, "store is not supported here: no response is kept; set it to false", "store", "unsupported_parameter"
-        )
     logprobs = LOGPROBS_OF_TEXT in body.include
     if body.top_logprobs is not None and not logprobs:
         raise ApiError(400, f"top_logprobs is given without {LOGPROBS_OF_TEXT!r}; add that to include", "top_logprobs")
-    tools, messages, choice = _tools(body), _messages(body), body.tool_choice
+    tools, messages, choice = _tools(body), _messages(body, past or Past()), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
     chat = ResponseChat(
         ResponsesFieldNames(items=[item for _, item in messages], tools=tools.fields),
@@ -184,17 +247,28 @@ def _format(form: InputFormat | None, where: str) -> CustomFormat | None:
 _NamedMessage = tuple[ChatMessage, MessageNames]
 
 
-def _messages(body: ResponsesBody) -> list[_NamedMessage]:
+@dataclass(frozen=True)
+class _NamedItem:
+    """An item and its name in errors: its place in the input, or the id of a kept one before it."""
+
+    name: str
+    item: Item
+
+
+def _messages(body: ResponsesBody, past: Past) -> list[_NamedMessage]:
     """Make the messages of the chat, instructions first, with their names in the body."""
     messages = []
     if body.instructions:
         messages.append((ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")))
-    if isinstance(body.input, str):
-        return [*messages, (ChatMessage(role="user", content=body.input), MessageNames("input"))]
-    return messages + _item_messages(body.input)
+    items = [_NamedItem(item.id, ITEM.validate_json(item.data)) for item in past.items]
+    for index, item in enumerate(_given(body)):
+        if isinstance(item, ItemReference):
+            item = ITEM.validate_json(past.references[item.id].data)
+        items.append(_NamedItem("input" if isinstance(body.input, str) else _name(index), item))
+    return messages + _item_messages(items)
 
 
-def _item_messages(items: Sequence[Item]) -> list[_NamedMessage]:
+def _item_messages(items: Sequence[_NamedItem]) -> list[_NamedMessage]:
     """Make the messages of input items.
 
     The reasoning, texts and calls of an answer with calls become one message. The results of its calls follow, even if
@@ -202,30 +276,31 @@ def _item_messages(items: Sequence[Item]) -> list[_NamedMessage]:
     """
     results = _results(items)
     messages: list[_NamedMessage] = []
-    answer: dict[int, Item] = {}  # by index: the assistant's items since the last item of another role
-    for index, item in enumerate(items):
+    answer: dict[int, _NamedItem] = {}  # by index: the assistant's items since the last item of another role
+    for index, named in enumerate(items):
+        item = named.item
         is_message = isinstance(item, InputMessage) and item.role != "assistant"
         if not is_message and not isinstance(item, InputResult):
-            answer[index] = item
+            answer[index] = named
             continue
         messages += _answer_messages(answer, results)
         answer.clear()
         if isinstance(item, InputMessage):
-            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(_name(index))))
+            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(named.name)))
     return messages + _answer_messages(answer, results)
 
 
-def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
-    """Return (index of the result, the result) of each call, by index of the call.
+def _results(items: Sequence[_NamedItem]) -> dict[int, tuple[str, InputResult]]:
+    """Return (name of the result, the result) of each call, by index of the call.
 
     Raises ApiError for a result without a call before it, a second result of a call, and a call with the id of another
     one that has no result yet.
     """
     waiting: dict[str, int] = {}  # indices of calls without a result, by call id
     ids: set[str] = set()
-    results: dict[int, tuple[int, InputResult]] = {}
-    for index, item in enumerate(items):
-        where = f"{_name(index)}.call_id"
+    results: dict[int, tuple[str, InputResult]] = {}
+    for index, named in enumerate(items):
+        item, where = named.item, f"{named.name}.call_id"
         if isinstance(item, InputCall | InputCustomCall):
             if item.call_id in waiting:
                 raise duplicate_call_id(where, item.call_id)
@@ -233,31 +308,33 @@ def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
             ids.add(item.call_id)
         elif isinstance(item, InputResult):
             if item.call_id not in ids:
-                raise result_without_call(_name(index), "input")
+                raise result_without_call(named.name, "input")
             if item.call_id not in waiting:
                 raise unknown_call_id(where, item.call_id)
-            results[waiting.pop(item.call_id)] = index, item
+            results[waiting.pop(item.call_id)] = named.name, item
     return results
 
 
-def _answer_messages(items: Mapping[int, Item], results: Mapping[int, tuple[int, InputResult]]) -> list[_NamedMessage]:
-    """Make the messages of a past answer and of the results of its calls. items, results: by index in the input."""
+def _answer_messages(
+    answer: Mapping[int, _NamedItem], results: Mapping[int, tuple[str, InputResult]]
+) -> list[_NamedMessage]:
+    """Make the messages of a past answer and of the results of its calls. answer, results: by index in the input."""
+    names = {index: named.name for index, named in answer.items()}
+    items = {index: named.item for index, named in answer.items()}
     calls = {index: item.as_in_chat for index, item in items.items() if isinstance(item, InputCall | InputCustomCall)}
     texts = {index: text_of(item.content) for index, item in items.items() if isinstance(item, InputMessage)}
     if not calls:
         return [
-            (ChatMessage(role="assistant", content=text), MessageNames(_name(index))) for index, text in texts.items()
+            (ChatMessage(role="assistant", content=text), MessageNames(names[index])) for index, text in texts.items()
         ]
     reasoning = "".join(text_of(item.content or "") for item in items.values() if isinstance(item, InputReasoning))
     joined = ChatMessage(
         role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
     )
-    messages = [(joined, MessageNames(_name(next(iter(items))), tuple(map(_name, calls))))]
-    for call in calls:
-        if call in results:
-            index, result = results[call]
-            message = ChatMessage(role="tool", tool_call_id=result.call_id, content=text_of(result.output))
-            messages.append((message, MessageNames(_name(index))))
+    messages = [(joined, MessageNames(names[next(iter(items))], tuple(names[call] for call in calls)))]
+    for name, result in (results[call] for call in calls if call in results):
+        message = ChatMessage(role="tool", tool_call_id=result.call_id, content=text_of(result.output))
+        messages.append((message, MessageNames(name)))
     return messages
 
 
@@ -294,10 +371,14 @@ class _OutputItem:
 
 @dataclass
 class ResponsesFormatter(ChannelFormatter):
-    """A response and its events. tool_names: by name in the chat."""
+    """A response and its events. tool_names: by name in the chat.
+
+    keep: called with the response at its end, even if its client has left the stream; None: it is not to be kept.
+    """
 
     body: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
     tool_names: Mapping[str, ToolName] = field(default_factory=dict)
+    keep: Keep | None = None
     _items: list[_OutputItem] = field(default_factory=list)
     _num_events: int = 0
     _reason: str | None = None
@@ -329,7 +410,7 @@ class ResponsesFormatter(ChannelFormatter):
         return events
 
     def reply(self, results: Sequence[Result]) -> dict[str, Any]:
-        return self._response(results, "incomplete" if self._reason == "length" else "completed")
+        return self._ended(self._response(results, "incomplete" if self._reason == "length" else "completed"))
 
     def event(self, entry: ResponseEvent, usage_so_far: Usage | None = None) -> str:  # noqa: ARG002  the last event has it
         number, self._num_events = self._num_events, self._num_events + 1
@@ -341,27 +422,35 @@ class ResponsesFormatter(ChannelFormatter):
         return self.event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, error: ApiError) -> str:
-        response = self._response([], "failed")
-        response["error"] = {"code": "server_error", "message": error.message}
+        self._end_item("incomplete")
+        failure = {"code": "server_error", "message": error.message}
+        response = self._ended({**self._response([], "failed"), "error": failure})
         return self.event({"type": "response.failed", "response": response})
 
+    def close(self, results: Sequence[Result]) -> None:
+        if self.keep is not None:  # the client has left: it may go on from what it has read
+            self._end_item("incomplete")
+            self._ended(self._response(results, "cancelled"))
+
+    def _ended(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Keep a response, if it is to be kept."""
+        keep, self.keep = self.keep, None
+        return {**response, "store": keep is not None and keep(response)}
+
     def _new_item(self, delta: Delta) -> _OutputItem:
-        number = uuid.uuid4().hex
         value: dict[str, Any]
         if delta.call is not None:
             name = self.tool_names.get(delta.call.name, {"name": delta.call.name})
             is_custom = self._custom_calls(0).is_custom(delta.call)
-            kind, prefix, text = (
-                ("custom_tool_call", "ctc", "input") if is_custom else ("function_call", "fc", "arguments")
-            )
-            value = {"id": f"{prefix}_{number}", "type": kind, "call_id": delta.call.id, text: "", **name}
+            kind, text = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
+            value = {"type": kind, "call_id": delta.call.id, text: "", **name}
         elif delta.kind == "reasoning":
-            value = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "encrypted_content": None}
+            value = {"type": "reasoning", "summary": [], "encrypted_content": None}
             value["content"] = [{"type": "reasoning_text", "text": ""}]
         else:
-            value = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+            value = {"type": "message", "role": "assistant"}
             value["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-        value["status"] = "in_progress"
+        value = {"id": _new_id(value["type"]), **value, "status": "in_progress"}
         self._items.append(_OutputItem(value, len(self._items), delta.message))
         return self._items[-1]
 
@@ -401,9 +490,9 @@ class ResponsesFormatter(ChannelFormatter):
             "model": self.model,
             "output": [copy.deepcopy(item.value) for item in self._items],
             "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self.keep is not None,
             "temperature": body.temperature,
             "text": {"format": body.text.format.model_dump(exclude_none=True, by_alias=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
@@ -415,6 +504,11 @@ class ResponsesFormatter(ChannelFormatter):
             "user": body.user,
             **(figures(results) if results else {}),
         }
+
+
+def _new_id(kind: str) -> str:
+    """Make the id of an item. kind: its type."""
+    return f"{ID_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
 
 
 def _event(kind: str, **fields: Any) -> ResponseEvent:

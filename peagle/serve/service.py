@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, TokenLogprobs
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import Sampled
 from peagle.serve.errors import ApiError
@@ -23,9 +24,11 @@ from peagle.serve.metrics import Metrics
 from peagle.serve.outputs import pooled, usage
 from peagle.serve.replies import Health, ModelCard
 from peagle.serve.requests import RequestBuilder
+from peagle.serve.stored import ResponseStore
 from peagle.serve.structured import constraint_field
 
 POLL_S = 0.02
+MOST_NOTES = 1000  # different lines of `log_once`: clients make some of them
 GRAMMAR_PATIENCE_S = 10.0  # time to compile a grammar, and to wait for those of other requests
 T = TypeVar("T")
 
@@ -43,6 +46,7 @@ class Service:
     hosts: Sequence[str] | None = None  # names, beside loopback's, by which clients may address the server; None: any
     log: logging.Logger | None = None  # gets a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(default_factory=ResponseStore)
     max_unsent: int = 4_000_000  # bytes of a stream that may wait for its client, or the stream ends
     metrics: Metrics = field(init=False)
     unsent: Unsent = field(init=False)
@@ -137,11 +141,14 @@ class Service:
     def log_once(self, *lines: str) -> None:
         """Log these lines, each once in the life of the server."""
         for line in lines:
-            if self.log is not None and line not in self._noted:
+            if self.log is not None and line not in self._noted and len(self._noted) < MOST_NOTES:
+                self._noted.add(line)
                 self.log.info(dumps({"time": utc_now(), "note": line}))
-            self._noted.add(line)
 
-    def finish(self, generation: Generation, path: str) -> None:
+    def note_refused_site(self, origin: str) -> None:
+        self.log_once(f"a page of {brief(origin)} was refused; --allow-origin lets the pages of a site in")
+
+    def finish(self, generation: Generation, path: str, request_id: str = "") -> None:
         """End the requests of a reply; count and log them. Prompts and answers are not logged."""
         generation.outputs.close()
         results = generation.outputs.results()
@@ -152,6 +159,7 @@ class Service:
         line = {
             "time": utc_now(),
             "id": generation.formatter.id,
+            "request_id": request_id,
             "path": path,
             "prompt_tokens": counted["prompt_tokens"],
             "cached_tokens": counted["prompt_tokens_details"]["cached_tokens"],

@@ -103,8 +103,12 @@ class ChannelParser:
         prompt_ids: Sequence[int] = (),
         new_id: Callable[[], str] = _new_id,
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
-        """new_id: makes the ids of tool calls. stop: the answer ends before the first of these in a content message."""
+        """new_id: makes the ids of tool calls. stop: the answer ends before the first of these in a content message.
+
+        min_tokens: tokens of the answer in which no stop string may end.
+        """
         self._tokenizer = tokenizer
         begun = answer_begun(tokenizer, prompt_ids)
         self._control = {token_id: name for name, token_id in control_ids(tokenizer).items()} if begun else {}
@@ -113,6 +117,7 @@ class ChannelParser:
         self.num_reasoning_tokens = 0  # without headers; exact if no text is held back
         self._certain: int | None = None  # characters of the queue that are certain; None: all
         self._offsets, self._length = TokenOffsets(), 0  # of the answer's text
+        self._num_unsearched = min_tokens
         self._messages = _Messages(new_id)
         if begun:
             self._read(begun)
@@ -136,6 +141,7 @@ class ChannelParser:
         if text is not None:
             self._certain = (self._certain or 0) + len(text)
         for token_id in token_ids:
+            self._messages.search, self._num_unsearched = self._num_unsearched <= 0, self._num_unsearched - 1
             reasoned = self._messages.reasons
             self._read((token_id,))
             self._consume()
@@ -200,6 +206,7 @@ class _Messages:
         self._new_id = new_id
         self._stop: tuple[str, ...] = ()
         self._stop_strings: StopStrings | None = None  # of the open message, if it is content
+        self.search = True  # whether a stop string may end in the next text
         self.complete = False
         self._deltas: list[Delta] = []
         self._num_messages = self._num_calls = 0
@@ -323,7 +330,7 @@ class _Messages:
             self._begin(_Header())
             self._next = self._read_length - len(text)
         if self._stop_strings is not None:
-            text = self._stop_strings.add(text)
+            text = self._stop_strings.add(text, self.search)
             self.complete = self._stop_strings.complete
         self._put(text)
 

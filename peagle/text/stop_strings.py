@@ -12,21 +12,30 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""  # the longest end of the text that begins a stop string
+        self._unsearched = 0  # characters of it in which no stop string may end
         self.complete = False  # whether a stop string has ended the text
 
-    def add(self, piece: str) -> str:
-        """Add a piece and return the text that no stop string can cut any more."""
+    def add(self, piece: str, search: bool = True) -> str:
+        """Add a piece and return the text that no stop string can cut any more.
+
+        search: whether a stop string may end in this piece. It may begin in an earlier one in any case.
+        """
         if self.complete:
             return ""
         text = self._held + piece
-        if matches := [start for stop in self._stop if (start := text.find(stop)) >= 0]:
+        if not search:
+            self._unsearched = len(text)
+        if matches := [start for stop in self._stop if (start := self._find(text, stop)) >= 0]:
             self._held, self.complete = "", True
             return text[: min(matches)]
         longest = max(map(len, self._stop), default=0)
         starts = range(max(0, len(text) - longest + 1), len(text))
         start = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stop)), len(text))
-        self._held = text[start:]
+        self._held, self._unsearched = text[start:], max(0, self._unsearched - start)
         return text[:start]
+
+    def _find(self, text: str, stop: str) -> int:
+        return text.find(stop, max(0, self._unsearched - len(stop) + 1))
 
     def flush(self) -> str:
         """Return the text held back, after the end of the text."""

@@ -32,13 +32,21 @@ class PieceTokenizer(ByteTokenizer):
         return PIECES[token_id]
 
 
-def brute_force(token_ids: Sequence[int], stop: Sequence[str], stopped: bool) -> tuple[str, int, bool]:
-    """Reference: decode all tokens anew after each; return (text, number of tokens, whether stopped)."""
-    shown = token_ids[:-1] if stopped else token_ids
-    for count in range(1, len(shown) + 1):
+def brute_force(token_ids: Sequence[int], stop: Sequence[str], least: int, stopped: bool) -> tuple[str, int, bool]:
+    """Reference: decode all tokens anew after each; return (text, number of tokens, whether stopped).
+
+    A stop string counts if a token after the first `least` completes it.
+    """
+
+    def decoded(count: int) -> str:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        text = decoder.decode(b"".join(PIECES[token] for token in shown[:count]))
-        if places := [text.index(string) for string in stop if string in text]:
+        return decoder.decode(b"".join(PIECES[token] for token in shown[:count]))
+
+    shown = token_ids[:-1] if stopped else token_ids
+    for count in range(least + 1, len(shown) + 1):
+        text, start = decoded(count), len(decoded(least))
+        places = [text.find(string, max(0, start + 1 - len(string))) for string in stop]
+        if places := [place for place in places if place >= 0]:
             return text[: min(places)], count, True
     return b"".join(PIECES[token] for token in shown).decode(errors="replace"), len(token_ids), False
 
@@ -50,12 +58,18 @@ ENDS: tuple[FinishReason | None, ...] = ("length", "stop", "aborted", None)
 
 
 @settings(max_examples=400, deadline=None)
-@given(tokens, st.lists(st.lists(runs, min_size=1, max_size=3), max_size=5), stops, st.sampled_from(ENDS))
+@given(
+    tokens,
+    st.lists(st.lists(runs, min_size=1, max_size=3), max_size=5),
+    stops,
+    st.sampled_from([0, 0, 1, 3, 6]),
+    st.sampled_from(ENDS),
+)
 def test_an_answer_is_the_whole_text_cut_at_the_first_stop_string(
-    first: int, dispatches: list[list[list[int]]], stop: list[str], end: FinishReason | None
+    first: int, dispatches: list[list[list[int]]], stop: list[str], least: int, end: FinishReason | None
 ) -> None:
     """Each dispatch gives a chunk of one or more steps; each step a run of tokens."""
-    request = Request(PROMPT, 1000, stop=tuple(stop))
+    request = Request(PROMPT, 1000, SamplingParams(min_tokens=least), stop=tuple(stop))
     chunks, starts = [TokenChunk(request, (first,), 0.0)], []
     token_ids = [first]
     for number, steps in enumerate(dispatches, 1):
@@ -73,7 +87,7 @@ def test_an_answer_is_the_whole_text_cut_at_the_first_stop_string(
     shown = "".join(piece.text for piece in pieces) + assembler.close()
     result = assembler.result()
 
-    text, count, cut = brute_force(token_ids, stop, end == "stop")
+    text, count, cut = brute_force(token_ids, stop, least, end == "stop")
     assert shown == result.text == text
     assert result.output_ids == tuple(token_ids[:count])
     assert [token for piece in pieces for token in piece.token_ids] == token_ids[:count]
@@ -95,6 +109,23 @@ def test_what_may_begin_a_stop_string_waits_until_that_is_decided() -> None:
     assert add("N", "length") == "EN"  # the answer ends there: it was no stop string
     assert (add("never"), assembler.close()) == ("", "")
     assert assembler.result().text == "an Eat ENEN"
+
+
+def test_no_stop_string_ends_in_the_first_min_tokens_but_one_may_begin_there() -> None:
+    def text(least: int, stop: tuple[str, ...] = ("END", "ENDING")) -> str | None:
+        request = Request(PROMPT, 99, SamplingParams(min_tokens=least), stop=stop)
+        assembler = Assembler(request, 0, ByteTokenizer(), 0.0)
+        assembler.add(TokenChunk(request, tuple(b"an END, the ENDS"), 1.0, (), "length"))
+        return assembler.result().text
+
+    assert [text(least) for least in (0, 5, 6, 14, 15)] == [
+        "an ",
+        "an ",
+        "an END, the ",
+        "an END, the ",
+        "an END, the ENDS",
+    ]
+    assert text(6, ("END, the E",)) == "an "
 
 
 def test_of_several_strings_that_a_token_completes_the_first_in_the_text_counts() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ TYPES: dict[tuple[str, str], Any] = {
     **{("POST", path): pydantic.TypeAdapter(endpoint.reply) for path, endpoint in ENDPOINTS.items()},
     ("POST", "/tokenize"): pydantic.TypeAdapter(replies.Tokenized),
     ("POST", "/detokenize"): pydantic.TypeAdapter(replies.Detokenized),
+    ("GET", "/v1/responses/{response_id}"): pydantic.TypeAdapter(replies.Response),
+    ("DELETE", "/v1/responses/{response_id}"): pydantic.TypeAdapter(replies.DeletedResponse),
+    ("GET", "/v1/responses/{response_id}/input_items"): pydantic.TypeAdapter(replies.InputItems),
     ("GET", "/v1/models"): pydantic.TypeAdapter(replies.Models),
     ("GET", "/v1/models/{name}"): pydantic.TypeAdapter(replies.ModelCard),
     ("GET", "/tokenizer_info"): pydantic.TypeAdapter(replies.TokenizerInfo),
@@ -145,7 +149,8 @@ def client_of(service: Service) -> TestClient:
 def has_its_type(reply: Any) -> None:
     """Check a JSON reply, and that its status is published, for what the document describes."""
     path, method = reply.request.url.path, reply.request.method
-    published = "/v1/models/{name}" if path.startswith("/v1/models/") else path
+    published = re.sub("(?<=/v1/models/).+", "{name}", path)
+    published = re.sub("(?<=/v1/responses/)[^/]+", "{response_id}", published)
     if (method, published) not in TYPES or reply.status_code == 500:
         return
     assert str(reply.status_code) in DOCUMENT["paths"][published][method.lower()]["responses"]

@@ -185,7 +185,7 @@ def test_sampling_options_reach_the_engine(cli: Run) -> None:
 
 
 def test_a_grammar_binds_the_answer(cli: Run, tmp_path: Path) -> None:
-    (tmp_path / "schema.json").write_text('{"enum": ["mean", 12]}')
+    (tmp_path / "schema.json").write_text('{"enum": ["mean", 12]}', "utf-8-sig")
     plain = ("generate", "--regex", '"mean"|12')
     drafted = ("speculate", "--drafter", "ngram", "-k", "3", "--json-schema", str(tmp_path / "schema.json"))
     for command, kind in ((plain, "regex"), (drafted, "json_schema")):
@@ -257,8 +257,9 @@ def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.Mon
     def pipe(data: bytes) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
-    pipe("größer\n".encode())
-    assert prompt_of(cli, "--raw-prompt", "-") == prompt_of(cli, "--raw-prompt", "größer")
+    for encoding in ("utf-8", "utf-8-sig"):
+        pipe("größer\n".encode(encoding))
+        assert prompt_of(cli, "--raw-prompt", "-") == prompt_of(cli, "--raw-prompt", "größer")
     for data, part in ((b"\xff", "not UTF-8"), (b"\n", "is empty")):
         pipe(data)
         refused(cli(*SPECULATE, "-"), part)

@@ -22,7 +22,7 @@ from tests.support.pairs import Directories
 
 OWN = {
     "served_model_name", "prefill", "decode", "max_prefill", "max_decode", "busy", "scale_up", "scale_down",
-    "max_queue", "drain", "num_cpus", "num_gpus", "hosts",
+    "max_queue", "response_store", "response_ttl", "drain", "num_cpus", "num_gpus", "hosts",
 }  # fmt: skip
 
 

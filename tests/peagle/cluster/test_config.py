@@ -21,6 +21,7 @@ from peagle.ops.errors import InputError
         ({"decode": True}, "decode is True; expected a valid integer"),
         ({"prefill": -1}, "prefill is -1; expected 0 or more"),
         ({"max_queue": -1}, "max_queue is -1"),
+        ({"response_store": -1}, "response_store is -1"),
         ({"decode": 3, "max_decode": 2}, r"max_decode is 2; expected 3 or more \(decode is 3\), or 0"),
         ({"max_prefill": 2}, "prefill is 0; expected 1 or more, to scale up to 2"),
         ({"busy": -1}, "busy is -1"),

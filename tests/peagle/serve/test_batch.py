@@ -212,11 +212,11 @@ def failing(prompts: dict[int, Exception]) -> Any:
     """Make the endpoint of completions fail at these prompts."""
     endpoint = ENDPOINTS[COMPLETIONS]
 
-    async def start(service: Service, body: CompletionBody) -> Any:
+    async def start(service: Service, body: CompletionBody, owner: str) -> Any:
         (token,) = body.prompt
         if token in prompts:
             raise prompts[token]  # type: ignore[index]
-        return await endpoint.start(service, body)
+        return await endpoint.start(service, body, owner)
 
     return dataclasses.replace(endpoint, start=start)
 
@@ -238,6 +238,11 @@ def test_a_line_that_the_server_fails_at_is_asked_again_and_costs_no_other(
     assert (counts.answered, counts.known, counts.failed) == (3, 1, 0)
     assert statuses(out) == dict.fromkeys("0123", 200)
     assert len(out.read_text().splitlines()) == 4
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(run: Any, out: Path) -> None:
+    run([f"\ufeff{line('0')}", line("1")])
+    assert statuses(out) == {"0": 200, "1": 200}
 
 
 def test_an_output_that_was_cut_off_anywhere_goes_on(run: Any, tmp_path: Path, out: Path) -> None:

@@ -54,6 +54,7 @@ KINDS: list[tuple[Any, type[pydantic.BaseModel], set[str]]] = [
     (of_responses.ResponseCustomToolCallParam, response_bodies.InputCustomCall, set()),
     (response_custom_tool_call_output_param.ResponseCustomToolCallOutputParam, response_bodies.InputResult, set()),
     (of_responses.ResponseReasoningItemParam, response_bodies.InputReasoning, set()),
+    (response_input_item_param.ItemReference, response_bodies.ItemReference, set()),
     (response_reasoning_item_param.Content, response_bodies.ReasoningText, set()),
     (of_responses.FunctionToolParam, response_bodies.OfferedFunction, set()),
     (of_responses.CustomToolParam, response_bodies.OfferedCustom, set()),
@@ -97,6 +98,7 @@ READ = {
     *("message", "reasoning", "function_call", "function_call_output"),
     "custom_tool_call",
     "custom_tool_call_output",
+    "item_reference",
 }
 
 

@@ -58,11 +58,13 @@ def test_it_says_what_it_serves_answers_and_ends_well(
 
     def use(url: str) -> None:
         replies.append(httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "max_tokens": 5}, timeout=60))
+        replies.append(httpx.post(f"{url}/v1/responses", json={"input": "ab", "max_output_tokens": 1}, timeout=60))
 
     options = ("-k", "3", "--context", "128", "--slots", "2", "--mask-budget", "70")
     assert started(use, *options) == 0
     assert replies[0].json()["usage"]["completion_tokens"] == 5
     assert replies[0].json()["model"] == "peagle-demo"
+    assert replies[1].json()["store"] is True
     said = capfd.readouterr().err
     assert "serving peagle-demo with K = 3: 2 slots with a context of 128" in said
     assert "memory besides the weights: " in said
@@ -86,7 +88,7 @@ def test_its_start_has_one_progress_with_the_time_left(
 
 
 def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("one\n\ntwo\n")
+    (tmp_path / "keys").write_text("two\n\none\n", "utf-8-sig")
     replies: list[httpx.Response] = []
 
     def use(url: str) -> None:
@@ -95,15 +97,18 @@ def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Pat
             replies.append(client.get("/v1/models"))
             replies.append(client.post("/v1/completions", content=b" " * 201))
             replies.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
+            replies.append(client.post("/v1/responses", json={"input": "ab", "max_output_tokens": 1}))
 
     options = ["--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine", "--max-body", "200"]
+    options += ["--response-store", "0"]
     assert (
         started(
             use, "-k", "0", "--slots", "1", "--max-queue", "2", "--context", "128", *options, "-q", number=signal.SIGINT
         )
         == 0
     )
-    assert [reply.status_code for reply in replies] == [401, 200, 413, 400]
+    assert [reply.status_code for reply in replies] == [401, 200, 413, 400, 200]
+    assert replies[4].json()["store"] is False
     assert replies[1].json()["data"][0]["id"] == "mine"
     assert replies[1].json()["data"][0]["max_model_len"] == 128
     assert "at most 3" in replies[3].json()["error"]["message"]
@@ -114,7 +119,8 @@ def test_options_from_a_file_give_way_to_typed_ones(
 ) -> None:
     (tmp_path / "serve.toml").write_text(
         'slots = 1\nk = 0\nmax-queue = 2\nmax_body = 300\nserved-model-name = "filed"\ncontext = 128\nquiet = false\n'
-        'allow-origin = ["https://a.example", "https://b.example"]\n'
+        'allow-origin = ["https://a.example", "https://b.example"]\n',
+        "utf-8-sig",
     )
     replies: list[httpx.Response] = []
 
@@ -243,6 +249,8 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--slots", "0"], "--slots is 0"),
             (["--mask-budget", "0"], "--mask-budget is 0"),
             (["--max-queue", "-1"], "--max-queue is -1"),
+            (["--response-store", "-1"], "--response-store is -1"),
+            (["--response-ttl", "-1"], "--response-ttl is -1"),
             (["--max-body", "0"], "--max-body is 0"),
             (["--drain", "-1"], "--drain is -1"),
             (["--keep-alive", "0"], "--keep-alive is 0"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1, "echo": True}, "max_tokens is -1"),
     ({"min_tokens": 2}, "min_tokens is 2; expected at most 1"),
     ({"min_tokens": -1}, "min tokens are -1"),
-    *(({"n": n}, f"n is {n!r}") for n in (0, -1, 17, "2")),
+    *(({"n": n}, f"n is {n!r}") for n in (0, -1, 17, "2", 1.5)),
     *(({"temperature": value}, f"temperature is {value!r}") for value in (-0.1, "hot", True)),
     *(({"top_p": value}, f"top-p is {value}") for value in (0, 1.5)),
     ({"top_k": -2}, "top-k is -2"),
@@ -246,6 +247,17 @@ def test_hostile_text_is_only_text(client: TestClient, text: str) -> None:
     answer(client, COMPLETIONS, {"prompt": text, "max_tokens": 1})
 
 
+def test_an_integer_may_be_written_as_a_whole_number(client: TestClient) -> None:
+    """As clients write it whose numbers all are floats."""
+    fields = {"max_tokens": 3, "seed": 5, "n": 2, "top_k": 4, "min_tokens": 2, "logprobs": 1}
+    fields |= {"speculative": {"num_speculative_tokens": 1}}
+    reply = answer(client, COMPLETIONS, {**GOOD[COMPLETIONS], **fields})
+    floats = json.loads(re.sub(r": (\d)", r": \1.0", json.dumps(fields)))
+    assert floats["seed"] == 5.0
+    again = answer(client, COMPLETIONS, {**GOOD[COMPLETIONS], **floats})
+    assert again["choices"] == reply["choices"]
+
+
 STREAMED = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
 NULLS = {"tools": None, "response_format": {"type": "text"}, "seed": None, "stop": None}
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -333,6 +345,23 @@ def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
     assert client.get("/v1/models", headers=proxied).status_code == 200
 
 
+@pytest.mark.parametrize("origins", [(), ("https://chat.example",)])
+def test_a_site_that_is_refused_leaves_one_line_in_the_log(
+    make: Any, origins: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = client_of(make(origins=origins, log=logging.getLogger("sites")))
+    access = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
+    with caplog.at_level(logging.INFO, "sites"):
+        for _ in range(2):
+            assert client.options(COMPLETIONS, headers=access).status_code == 400
+            assert client.post(COMPLETIONS, headers={"Origin": "https://other.example"}).status_code == 403
+        client.options(COMPLETIONS, headers={**access, "Origin": "https://third.example"})
+    assert [json.loads(message)["note"] for message in caplog.messages] == [
+        f"a page of 'https://{site}.example' was refused; --allow-origin lets the pages of a site in"
+        for site in ("other", "third")
+    ]
+
+
 def test_pages_of_sites_that_are_allowed_may_use_it(make: Any) -> None:
     """With the headers that browsers ask for; a preflight has no key."""
     client, allow = client_of(make(origins=("https://chat.example",), keys=("key",))), "access-control-allow-origin"
@@ -346,6 +375,11 @@ def test_pages_of_sites_that_are_allowed_may_use_it(make: Any) -> None:
     assert (preflight.status_code, preflight.headers[allow]) == (200, "https://chat.example")
     assert "authorization" in preflight.headers["access-control-allow-headers"]
     assert allow not in client.options(COMPLETIONS, headers={**other, **access}).headers
+    private = {**access, "Access-Control-Request-Private-Network": "true"}  # of a public page, by Chromium
+    preflight = client.options(COMPLETIONS, headers={**origin, **private})
+    assert (preflight.status_code, preflight.headers["access-control-allow-private-network"]) == (200, "true")
+    preflight = client.options(COMPLETIONS, headers={**other, **private})
+    assert (preflight.status_code, allow in preflight.headers) == (400, False)
     reply = client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={**origin, **key})
     assert (reply.status_code, reply.headers[allow]) == (200, "https://chat.example")
     assert "key" in error_of(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers=origin), 401)["message"]

@@ -395,9 +395,14 @@ IMAGE = {"role": "user", "content": [{"type": "input_image"}]}
 LARK = {"type": "grammar", "syntax": "lark"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # fields of the body, the field that is named, a part of the message
-    ({"store": True}, "store", "is not supported here: no response is kept"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "is not supported here"),
-    ({"conversation": "c"}, "conversation", "is not supported"),
+    ({"store": True}, "store", "is true, but this server keeps no responses; set it to false, or raise"),
+    (
+        {"previous_response_id": "resp_1"},
+        "previous_response_id",
+        "keeps none; send the whole conversation in input, or",
+    ),
+    ({"conversation": "c"}, "conversation", "is not supported here (it is 'c'); send its items in input, or a prev"),
+    ({"prompt": {"id": "a"}}, "prompt", "send its text in instructions or input"),
     ({"background": True}, "background", "is not supported"),
     ({"truncation": "auto"}, "truncation", "is not supported"),
     ({"n": 2}, "n", "is not supported"),
@@ -434,8 +439,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": 5}, "input", "is 5; expected a text or a list of items"),
     ({"input": []}, "input", "is empty"),
-    ({"input": [{"id": "x"}]}, "input.0.type", "is missing"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "is 'item_reference'; nothing is stored here"),
+    ({"input": [{"type": "item_reference"}]}, "input.0.id", "is missing"),
     ({"input": [{"type": "web_search_call"}]}, "input.0.type", "is 'web_search_call'; expected 'message', 'function_"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "is 'robot'"),
     ({"input": [IMAGE]}, "input.0.content.0.type", "is 'input_image'; expected"),

@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import logging
+import re
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -244,6 +245,63 @@ def test_a_target_may_be_a_url(make: Make) -> None:
             connection.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             statuses[target] = int(received(connection).split()[1])
     assert statuses == TARGETS
+
+
+PLAIN = {  # as clients join a base URL and a path, with a slash on both sides or at the end
+    "/v1/models/": "/v1/models",
+    "/v1/models/toy/": "/v1/models/toy",
+    "//v1//models": "/v1/models",
+    "/health/": "/health",
+    "//": "/",
+}
+
+
+def test_a_path_may_have_more_slashes(client: TestClient) -> None:
+    client = TestClient(client.app, follow_redirects=False)  # the other one knows the types of plain paths only
+    for path, plain in PLAIN.items():
+        assert client.get(f"http://testserver{path}").content == client.get(plain).content
+    assert client.post(f"{PATH}/", json=BODY).status_code == 200
+
+
+MEANT = {
+    "/chat/completions": CHAT,
+    "/v1/v1/chat/completions": CHAT,
+    "/v1/chat/completions/chat/completions": CHAT,
+    "/api/v1/completions": PATH,
+    "/models": "/v1/models",
+    "/v1/tokenize": "/tokenize",
+}
+
+
+def test_a_path_with_another_start_is_refused_with_the_one_that_was_meant(client: TestClient) -> None:
+    for path, meant in MEANT.items():
+        assert error_of(client.post(path, json=BODY), 404)["message"] == (
+            f"POST {path}: Not Found; expected {meant}: clients add its end to a base URL that ends in /v1, once"
+        )
+
+
+def test_each_reply_has_the_id_of_its_request(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    service = make(log=logging.getLogger("ids"))
+    client = client_of(service)
+    with caplog.at_level(logging.INFO, "ids"):
+        reply = client.post(PATH, json=BODY, headers={"X-Request-Id": "mine-1/e"})
+    assert reply.headers["x-request-id"] == json.loads(caplog.messages[0])["request_id"] == "mine-1/e"
+    others = [client.post(PATH, json=BODY, headers={"X-Request-Id": bad}) for bad in ("", "a b", "x" * 201)]
+    others += [client.get("/health"), client.get("/nothing"), client.post(PATH, json={**BODY, "stream": True})]
+    service.health = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    others.append(client.get("/health"))
+    assert [reply.status_code for reply in others] == [200, 200, 200, 200, 404, 200, 500]
+    made = {reply.headers["x-request-id"] for reply in others}
+    assert len(made) == len(others)
+    assert all(re.fullmatch("req_[0-9a-f]{32}", request_id) for request_id in made)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_body_may_be_in_any_encoding_of_unicode(client: TestClient, encoding: str) -> None:
+    body = {"prompt": "größer 東京"}
+    expected = client.post("/tokenize", json=body).json()
+    written = json.dumps(body, ensure_ascii=False).encode(encoding)
+    assert client.post("/tokenize", content=written).json() == expected
 
 
 def test_an_encoded_body_is_refused_by_its_encoding(client: TestClient) -> None:

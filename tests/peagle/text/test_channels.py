@@ -304,6 +304,18 @@ def test_the_first_stop_string_inside_a_content_message_ends_the_answer(
     assert one.complete is (first is not None)
 
 
+def test_no_stop_string_of_a_message_ends_in_the_first_tokens_of_the_answer() -> None:
+    reasoned = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
+    stream = ids(split(f"{reasoned}<|channel|>final<|message|>so so so"))
+
+    def text(least: int) -> str:
+        one = ChannelParser(HarmonyTokenizer(), PROMPT, stop=["so"], min_tokens=least)
+        return "".join(delta.text for delta in one.add(stream) + one.finish() if delta.kind == "content")
+
+    before = len(stream) - len("so so so")
+    assert [text(before + least) for least in (0, 1, 2, 5, 8)] == ["", "", "so ", "so so ", "so so so"]
+
+
 @given(STREAMS | WELL_FORMED_STREAMS, st.lists(st.integers(1, 9)), st.sampled_from([(), ("so", "\xc3"), ("{}",)]))
 def test_each_delta_has_the_tokens_of_its_text(stream: Stream, sizes: list[int], stop: Sequence[str]) -> None:
     """The bytes of the tokens are those of the text, in order, whatever was dropped between them."""
