@@ -13,7 +13,7 @@ from typing import Any
 
 import fastapi
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -68,10 +68,8 @@ def url(address: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-HttpProtocol: Any = AutoHTTPProtocol  # uvicorn's, on the faster of the installed parsers
-
-
-class Connection(HttpProtocol):
+# not uvicorn's choice: of a URL as target httptools drops the host, which would pass a check of hosts (peagle.serve.http)
+class Connection(H11Protocol):
     """A client's connection. Closes if the client stalls; between requests uvicorn closes it after keep_alive_s."""
 
     _headers_timer: Any = None
