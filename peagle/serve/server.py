@@ -68,7 +68,7 @@ def url(address: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-# not uvicorn's choice: httptools drops the host of a URL as target, which would pass the check of hosts (peagle.serve.http)
+# not uvicorn's choice: httptools drops the host of a URL as target, which the check of hosts must see
 class Connection(H11Protocol):
     """A client's connection. Closes if the client stalls; between requests uvicorn closes it after keep_alive_s."""
 
