@@ -25,7 +25,7 @@ LOOP_GRAM = 4
 
 @dataclass(frozen=True)
 class Counters:
-    """Raw counts of steps, before the output is cut at a stop string or the budget.
+    """Raw counts of steps, before the output is cut at a stop token, a stop string or the budget.
 
     A step verifies at least one draft; the plain steps of an adaptive engine are counted apart.
     """
@@ -37,9 +37,10 @@ class Counters:
     tried: tuple[int, ...] = ()  # [K]: steps that verified draft i and accepted all before it
     num_proposed: int = 0  # drafts, verified or not
     num_looked_up: int = 0  # accepted drafts of the lookup drafter: n-grams of the text so far
+    num_truncated: int = 0  # tokens that the steps decided after the output's end
 
     @classmethod
-    def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int) -> "Counters":
+    def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int, num_truncated: int = 0) -> "Counters":
         histogram, plain = [0] * (num_spec_tokens + 1), 0
         verified, tried = [0] * num_spec_tokens, [0] * num_spec_tokens
         num_proposed = num_looked_up = 0
@@ -54,7 +55,8 @@ class Counters:
             for index in range(width):
                 verified[index] += 1
                 tried[index] += index <= step.num_accepted
-        return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried), num_proposed, num_looked_up)
+        counts = tuple(histogram), tuple(verified), plain, tuple(tried), num_proposed, num_looked_up
+        return cls(num_spec_tokens, *counts, num_truncated)
 
     def __add__(self, other: "Counters") -> "Counters":
         """Add up the counts of equal K. Raises ValueError for another K."""
@@ -68,6 +70,7 @@ class Counters:
             tuple(a + b for a, b in zip(self.tried, other.tried, strict=True)),
             self.num_proposed + other.num_proposed,
             self.num_looked_up + other.num_looked_up,
+            self.num_truncated + other.num_truncated,
         )
 
     @property
@@ -84,8 +87,18 @@ class Counters:
         return sum(accepted * steps for accepted, steps in enumerate(self.histogram))
 
     @property
+    def num_emitted(self) -> int:
+        """Number of tokens of the steps in the output: accepted drafts, and a recovered or bonus token a step."""
+        return self.num_accepted + self.num_steps - self.num_truncated
+
+    @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / steps: tokens per step, including the recovered or bonus token (as in vLLM)."""
+        """emitted / steps."""
+        return ratio(self.num_emitted, self.num_steps)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted / steps, as in vLLM: counts what was truncated, too."""
         return None if not self.num_steps else 1 + self.num_accepted / self.num_steps
 
     @property
@@ -135,11 +148,11 @@ class Result:
 
     @property
     def counters(self) -> Counters:
-        return Counters.of(self.steps, self.num_speculative_tokens)
+        return Counters.of(self.steps, self.num_speculative_tokens, self.num_truncated)
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / steps; None in plain decoding."""
+        """Tokens of the output per step, without the one of prefill; None in plain decoding."""
         return self.counters.acceptance_length if self.num_speculative_tokens else None
 
     @property
