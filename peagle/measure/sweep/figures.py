@@ -365,9 +365,7 @@ def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
     }
 
 
-def _of_counters(
-    pairings: Sequence[Pairing], row: Callable[[Counters], tuple[float, float]]
-) -> Estimate | None:
+def _of_counters(pairings: Sequence[Pairing], row: Callable[[Counters], tuple[float, float]]) -> Estimate | None:
     """Estimate a ratio over the requests that verified drafts. row: its two sums by a request's counters."""
     drafted = [pairing for pairing in pairings if pairing.counters.num_steps]
     table = np.array([row(pairing.counters) for pairing in drafted], np.float64)

@@ -98,7 +98,11 @@ ALONE = (
     Column(
         "length without loops", _length_without_loops, f"without outputs that repeat over {LOOPING} of their 4-grams"
     ),
-    Column("length at most", _length_at_most, "acceptance length, cut nowhere, if each draft were the target's likeliest token"),
+    Column(
+        "length at most",
+        _length_at_most,
+        "acceptance length, cut nowhere, if each draft were the target's likeliest token",
+    ),
     Column("accepted", _positions, "share of steps with drafts that accepted the first, the second and so on"),
     Column("rows a token", _rows_a_token, "rows of the target per token: one a step, and one for each verified draft"),
     Column("c(K)", lambda row: estimate_text(row.cycle_cost), "time of a pass over that of a plain one"),
