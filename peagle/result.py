@@ -206,6 +206,7 @@ class Piece:
     parts, if requested: (text, origin) of each token. An accepted draft's origin is its position in the step, from 1;
     that of the target's own tokens (recovered, bonus, plain) is 0. deltas: the additions to the messages of an answer
     with parsed channels. shown: the tokens of the text, if channels are not parsed and the request sets logprobs.
+    steps: those that began before the answer's end.
     """
 
     token_ids: tuple[int, ...]
@@ -213,6 +214,7 @@ class Piece:
     parts: tuple[tuple[str, int], ...] = ()
     deltas: tuple[Delta, ...] = ()
     shown: tuple[TokenOffset, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
 
 
 class Assembler:
@@ -239,9 +241,8 @@ class Assembler:
         only these; the text is that of all tokens, including control tokens.
         """
         refuse_stop_strings_without(tokenizer, request.stop)
-        self.request = request
+        self.request, self.num_speculative_tokens, self.started_s = request, num_speculative_tokens, started_s
         self.finish_reason: FinishReason | None = None
-        self._num_speculative_tokens = num_speculative_tokens
         self._by_token = by_token
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -249,7 +250,6 @@ class Assembler:
         self._stop = StopStrings(request.stop) if request.stop and parser is None else None
         self._places = TokenOffsets() if request.logprobs is not None and parser is None else None
         self._num_read = self._num_shown = 0  # characters of the text
-        self._started_s = started_s
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._ids: list[int] = []
@@ -275,7 +275,8 @@ class Assembler:
             deltas += [] if chunk.finish_reason is None or self._parser is None else self._parser.finish()
         self._ids += token_ids
         self._logprobs += chunk.logprobs[: len(token_ids)]
-        self._steps += [step for step in chunk.steps if self._counts(step)]
+        steps = tuple(step for step in chunk.steps if self._counts(step))
+        self._steps += steps
         if token_ids:
             self._first_s = chunk.time_s if self._first_s is None else self._first_s
             self._last_s = chunk.time_s
@@ -286,7 +287,7 @@ class Assembler:
         if self._by_token and self._detokenizer is not None:
             positions = [int(origin) if origin.isdigit() else 0 for origin in origins(chunk)]
             parts = tuple(zip(texts, [*positions, *[0] * len(texts)], strict=False))
-        return Piece(token_ids, text, parts, tuple(deltas), self._shown(text))
+        return Piece(token_ids, text, parts, tuple(deltas), self._shown(text), steps)
 
     def close(self) -> str:
         """Release the held-back text of a request that ends unfinished."""
@@ -297,11 +298,11 @@ class Assembler:
     def result(self) -> Result:
         return Result(
             request=self.request,
-            num_speculative_tokens=self._num_speculative_tokens,
+            num_speculative_tokens=self.num_speculative_tokens,
             output_ids=tuple(self._ids),
             text=None if self._detokenizer is None else "".join(self._pieces),
             finish_reason=self.finish_reason,
-            started_s=self._started_s,
+            started_s=self.started_s,
             first_s=self._first_s,
             last_s=self._last_s,
             steps=tuple(self._steps),

@@ -119,7 +119,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
             expose_headers=["Retry-After"],
         )
 
-    app.add_middleware(Transport, replies=service.metrics.replies)
+    app.add_middleware(Transport, metrics=service.metrics)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
     async def health() -> JsonReply:

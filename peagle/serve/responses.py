@@ -71,7 +71,10 @@ async def start(service: Service, body: ResponsesBody) -> Generation:
         one_call=not body.parallel_tool_calls,
     )
     service.log_once(*chat.notes, *notes(chat.body))
-    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(chat.body))
+    constraint = constraint_field(chat.body)
+    outputs = OutputCollector(
+        service.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=service.metrics
+    )
     return Generation(body.stream, formatter, outputs)
 
 

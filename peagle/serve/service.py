@@ -142,12 +142,11 @@ class Service:
             self._noted.add(line)
 
     def finish(self, generation: Generation, path: str) -> None:
-        """End the requests of a reply; count and log them. Prompts and answers are not logged."""
+        """End the requests of a reply, and log them. Prompts and answers are not logged."""
         generation.outputs.close()
-        results = generation.outputs.results()
-        self.metrics.observe(results)
         if self.log is None:
             return
+        results = generation.outputs.results()
         counted, first = usage(results), results[0]
         line = {
             "time": utc_now(),
