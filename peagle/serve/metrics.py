@@ -84,7 +84,6 @@ class Metrics:
 
     def __init__(self, loop: Loop, model: str) -> None:
         self._registry, self._model = CollectorRegistry(), model
-        self._num_drafts = loop.engine.config.num_speculative_tokens
         self._add_gauges(loop)
         if isinstance(loop, EngineLoop):  # not a fleet
             self._add_engine(loop)
@@ -96,7 +95,7 @@ class Metrics:
             name: self._add(Histogram, name, text, buckets=bounds) for name, (text, bounds) in histograms.items()
         }
         text = "Accepted tokens by their position in the draft, from 0."
-        places = map(str, range(self._num_drafts))
+        places = map(str, range(loop.engine.config.num_speculative_tokens))
         self._per_position = self._family(Counter, "spec_decode_num_accepted_tokens_per_pos", text, "position", places)
         self._ended = self._family(Counter, "request_success", "Ended requests.", "finished_reason", REASONS)
         self._add_replies()
