@@ -25,7 +25,7 @@ LOOP_GRAM = 4
 
 @dataclass(frozen=True)
 class Counters:
-    """Raw counts of steps, before the output is cut at a stop string or the budget.
+    """Raw counts of steps, before the output is cut at a stop token, a stop string or the budget.
 
     A step verifies at least one draft; the plain steps of an adaptive engine are counted apart.
     """
@@ -37,9 +37,10 @@ class Counters:
     tried: tuple[int, ...] = ()  # [K]: steps that verified draft i and accepted all before it
     num_proposed: int = 0  # drafts, verified or not
     num_looked_up: int = 0  # accepted drafts of the lookup drafter: n-grams of the text so far
+    num_truncated: int = 0  # tokens that the steps decided after the output's end
 
     @classmethod
-    def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int) -> "Counters":
+    def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int, num_truncated: int = 0) -> "Counters":
         histogram, plain = [0] * (num_spec_tokens + 1), 0
         verified, tried = [0] * num_spec_tokens, [0] * num_spec_tokens
         num_proposed = num_looked_up = 0
@@ -54,7 +55,8 @@ class Counters:
             for index in range(width):
                 verified[index] += 1
                 tried[index] += index <= step.num_accepted
-        return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried), num_proposed, num_looked_up)
+        counts = tuple(histogram), tuple(verified), plain, tuple(tried), num_proposed, num_looked_up
+        return cls(num_spec_tokens, *counts, num_truncated)
 
     def __add__(self, other: "Counters") -> "Counters":
         """Add up the counts of equal K. Raises ValueError for another K."""
@@ -68,6 +70,7 @@ class Counters:
             tuple(a + b for a, b in zip(self.tried, other.tried, strict=True)),
             self.num_proposed + other.num_proposed,
             self.num_looked_up + other.num_looked_up,
+            self.num_truncated + other.num_truncated,
         )
 
     @property
@@ -84,8 +87,18 @@ class Counters:
         return sum(accepted * steps for accepted, steps in enumerate(self.histogram))
 
     @property
+    def num_emitted(self) -> int:
+        """Number of tokens of the steps in the output: accepted drafts, and a recovered or bonus token a step."""
+        return self.num_accepted + self.num_steps - self.num_truncated
+
+    @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / steps: tokens per step, including the recovered or bonus token (as in vLLM)."""
+        """emitted / steps."""
+        return ratio(self.num_emitted, self.num_steps)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted / steps, as in vLLM: counts what was truncated, too."""
         return None if not self.num_steps else 1 + self.num_accepted / self.num_steps
 
     @property
@@ -135,11 +148,11 @@ class Result:
 
     @property
     def counters(self) -> Counters:
-        return Counters.of(self.steps, self.num_speculative_tokens)
+        return Counters.of(self.steps, self.num_speculative_tokens, self.num_truncated)
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / steps; None in plain decoding."""
+        """Tokens of the output per step, without the one of prefill; None in plain decoding."""
         return self.counters.acceptance_length if self.num_speculative_tokens else None
 
     @property
@@ -193,6 +206,7 @@ class Piece:
     parts, if requested: (text, origin) of each token. An accepted draft's origin is its position in the step, from 1;
     that of the target's own tokens (recovered, bonus, plain) is 0. deltas: the additions to the messages of an answer
     with parsed channels. shown: the tokens of the text, if channels are not parsed and the request sets logprobs.
+    steps: those that began before the answer's end.
     """
 
     token_ids: tuple[int, ...]
@@ -200,6 +214,7 @@ class Piece:
     parts: tuple[tuple[str, int], ...] = ()
     deltas: tuple[Delta, ...] = ()
     shown: tuple[TokenOffset, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
 
 
 class Assembler:
@@ -227,9 +242,8 @@ class Assembler:
         only these; the text is that of all tokens, including control tokens.
         """
         refuse_stop_strings_without(tokenizer, request.stop)
-        self.request = request
+        self.request, self.num_speculative_tokens, self.started_s = request, num_speculative_tokens, started_s
         self.finish_reason: FinishReason | None = None
-        self._num_speculative_tokens = num_speculative_tokens
         self._by_token = by_token
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -237,7 +251,6 @@ class Assembler:
         self._stop = StopStrings(request.stop) if request.stop and parser is None else None
         self._places = TokenOffsets() if request.logprobs is not None and parser is None else None
         self._num_read = self._num_shown = 0  # characters of the text
-        self._started_s = started_s
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._ids: list[int] = []
@@ -263,7 +276,8 @@ class Assembler:
             deltas += [] if chunk.finish_reason is None or self._parser is None else self._parser.finish()
         self._ids += token_ids
         self._logprobs += chunk.logprobs[: len(token_ids)]
-        self._steps += [step for step in chunk.steps if self._counts(step)]
+        steps = tuple(step for step in chunk.steps if self._counts(step))
+        self._steps += steps
         if token_ids:
             self._first_s = chunk.time_s if self._first_s is None else self._first_s
             self._last_s = chunk.time_s
@@ -274,7 +288,7 @@ class Assembler:
         if self._by_token and self._detokenizer is not None:
             positions = [int(origin) if origin.isdigit() else 0 for origin in origins(chunk)]
             parts = tuple(zip(texts, [*positions, *[0] * len(texts)], strict=False))
-        return Piece(token_ids, text, parts, tuple(deltas), self._shown(text))
+        return Piece(token_ids, text, parts, tuple(deltas), self._shown(text), steps)
 
     def close(self) -> str:
         """Release the held-back text of a request that ends unfinished."""
@@ -285,11 +299,11 @@ class Assembler:
     def result(self) -> Result:
         return Result(
             request=self.request,
-            num_speculative_tokens=self._num_speculative_tokens,
+            num_speculative_tokens=self.num_speculative_tokens,
             output_ids=tuple(self._ids),
             text=None if self._detokenizer is None else "".join(self._pieces),
             finish_reason=self.finish_reason,
-            started_s=self._started_s,
+            started_s=self.started_s,
             first_s=self._first_s,
             last_s=self._last_s,
             steps=tuple(self._steps),

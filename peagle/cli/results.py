@@ -156,7 +156,6 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "text": result.text,
         "stop": list(result.request.stop),
         "finish_reason": result.finish_reason or "interrupted",
-        "num_truncated_tokens": result.num_truncated,
         "num_cached_tokens": result.num_cached_tokens,
         "ttft_s": result.ttft_s,
         "tok_per_s": result.tok_per_s,

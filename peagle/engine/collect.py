@@ -155,9 +155,9 @@ class Collector:
             if reason == "stop" and (failure := handle.matcher.failure):
                 handle.error, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
                 handle.finished = reason
-        num_cached = 0 if records else handle.num_cached_tokens
+        first = (0, None) if records else (handle.num_cached_tokens, handle.queued_s)
         error = None if handle.error is None else str(handle.error)
-        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), num_cached, error)
+        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), *first, error)
 
 
 def _logprobs(log_probs: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:

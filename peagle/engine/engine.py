@@ -408,6 +408,7 @@ class Engine(AnyEngine):
             handoff.put(self.executor, self.memory, handle.table, handle.hand_off)
             handle.hand_off, handle.drafter_rows, known = None, len(token_ids), len(token_ids)
         if not (handle.output_ids or handle.num_preempted):
+            handle.queued_s = time.perf_counter() - handle.added_s
             handle.num_cached_tokens = known
             self.memory.pool.count_lookup(handle.table, len(token_ids))
         return known

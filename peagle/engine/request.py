@@ -128,4 +128,5 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0  # in the first chunk: tokens of the prompt that were in the prefix cache
+    queued_s: float | None = None  # in the first chunk: seconds in the queue, before the request had a slot
     error: str | None = None

@@ -15,6 +15,7 @@ COUNTS = {
     "num_draft_tokens": "num_drafted",
     "num_accepted_draft_tokens": "num_accepted",
     "num_looked_up_draft_tokens": "num_looked_up",
+    "num_truncated_tokens": "num_truncated",
     "acceptance_histogram": "histogram",
 }
 
@@ -95,11 +96,11 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
-    """Make a request's block of counters."""
+    """Make a request's block of counters. Its length is vLLM's, of all accepted drafts."""
     return {
         "num_spec_tokens": counters.num_spec_tokens,
         **_attributes(counters, COUNTS),
-        "mean_acceptance_length": counters.acceptance_length,
+        "mean_acceptance_length": counters.mean_acceptance_length,
         "draft_acceptance_rate": counters.acceptance_rate,
     }
 
@@ -133,7 +134,6 @@ def summarize(
         "num_requests": len(results),
         "num_prompt_tokens": sum(len(result.request.prompt_ids) for result in results),
         "num_output_tokens": sum(len(result.output_ids) for result in results),
-        "num_truncated_tokens": sum(result.num_truncated for result in results),
         **_attributes(counters, COUNTS),
         "acceptance_length": None if counters is None else counters.acceptance_length,
         "acceptance_length_without_loops": None if without_loops is None else without_loops.acceptance_length,

@@ -120,7 +120,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
         request.state.owner = check_key(request, service.keys)
 
     app.add_middleware(Sites, origins=service.origins, refused=service.note_refused_site)
-    app.add_middleware(Transport, replies=service.metrics.replies)
+    app.add_middleware(Transport, metrics=service.metrics)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
     async def health() -> JsonReply:

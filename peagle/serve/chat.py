@@ -34,7 +34,10 @@ async def start(service: Service, body: ChatBody, _owner: str = "") -> Generatio
         options=body.stream_options or StreamOptions(),
     )
     service.log_once(*notes(body))
-    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(body))
+    constraint = constraint_field(body)
+    outputs = OutputCollector(
+        service.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=service.metrics
+    )
     return Generation(body.stream, formatter, outputs)
 
 

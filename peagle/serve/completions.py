@@ -37,7 +37,12 @@ async def start(service: Service, body: CompletionBody, _owner: str = "") -> Gen
         formatter.prompts = [request.prompt_ids for request in requests]
         formatter.prompt_logprobs = await service.prompt_logprobs(requests)
     outputs = OutputCollector(
-        service.loop, requests, tokenizer, constraint=constraint_field(body), decode=not body.only_echo
+        service.loop,
+        requests,
+        tokenizer,
+        constraint=constraint_field(body),
+        decode=not body.only_echo,
+        metrics=service.metrics,
     )
     return Generation(body.stream, formatter, outputs)
 

@@ -29,13 +29,14 @@ from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import MOST_PROMPTS, MOST_TOOLS, Body
 from peagle.serve.errors import ApiError
+from peagle.serve.metrics import Metrics
 
 ANY_ORIGIN = "*"
 BODY_PATIENCE_S = 60.0
 STOPPED = "the server was stopped before this request was answered"
 UNREAD = "more than {} bytes of this stream waited for its client; read it faster, or ask for less"
 COMMENT = b": waiting\n\n"  # a comment of server-sent events, which clients skip
-METHODS, OTHER = ("GET", "POST", "DELETE", "OPTIONS"), "other"  # labels of the metric of replies
+METHODS, OTHER, NO_ROUTE = ("GET", "POST", "DELETE", "OPTIONS"), "other", "none"  # labels of the metrics of replies
 REQUEST_ID = "X-Request-Id"  # header of a request, and of its reply
 VALID_ID = re.compile(r"[!-~]{1,200}")
 TOKENS_OF_A_MESSAGE = 4  # the fewest, in harmony: start, role, channel or text, end
@@ -356,15 +357,15 @@ class EventStream(Response):
 
 
 class Transport:
-    """ASGI middleware: normalises requests, and counts replies by route, method and status, as vLLM does.
+    """ASGI middleware: normalises requests, and counts and times replies by route and method, as vLLM does.
 
     HEAD becomes GET. An absolute target, which proxies send, becomes a path and a host. A path loses empty segments. A
     reply has the request's X-Request-Id, or a new one. A request that is cancelled by the end of the server gets an
     error, and no traceback is logged.
     """
 
-    def __init__(self, app: ASGIApp, replies: Counter) -> None:
-        self._app, self._replies = app, replies
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -381,10 +382,11 @@ class Transport:
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._count(scope, message["status"])
+                self._metrics.count_reply(*_labels(scope), message["status"])
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
+        started_s = time.perf_counter()
         try:
             await self._app(scope, receive, counting)
         except asyncio.CancelledError:
@@ -392,12 +394,16 @@ class Transport:
             with contextlib.suppress(RuntimeError):  # the reply has begun
                 await JsonReply(error.body(), error.status)(scope, receive, counting)
         except Exception:  # starlette replies, outside of this middleware
-            self._count(scope, 500)
+            self._metrics.count_reply(*_labels(scope), 500)
             raise
+        finally:
+            self._metrics.time_reply(*_labels(scope), time.perf_counter() - started_s)
 
-    def _count(self, scope: Scope, status: int) -> None:
-        method = scope["method"] if scope["method"] in METHODS else OTHER  # a client may send any word
-        self._replies.labels(getattr(scope.get("route"), "path", OTHER), method, str(status)).inc()
+
+def _labels(scope: Scope) -> tuple[str, str]:
+    """Return (route, method) of a request, for metrics."""
+    method = scope["method"] if scope["method"] in METHODS else OTHER  # a client may send any word
+    return getattr(scope.get("route"), "path", NO_ROUTE), method
 
 
 def _of_url(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:

@@ -152,6 +152,7 @@ class EngineLoop:
         self._new: collections.deque[_Job] = collections.deque()
         self._tasks: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
         self._running: dict[Handle, _Job] = {}  # of the thread only
+        self.count_step: Callable[[int], object] = lambda _: None  # called by the thread with the tokens of a step
         self.num_open = 0  # jobs and tasks that have not ended
         self._closing = False
         self._last_step_s = time.monotonic()
@@ -246,8 +247,12 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Run a step. Locals of `_drive` would keep the last handle, with its large hand-off, alive while idle."""
+        num_tokens = 0
         for handle, chunk in self.engine.step():
             handle.inbox.append(chunk)
+            num_tokens += len(chunk.token_ids) + (0 if chunk.queued_s is None else len(chunk.request.prompt_ids))
+        if num_tokens:
+            self.count_step(num_tokens)
 
     def _wait(self) -> bool:
         """Wait for a request or a task; return False if the thread is to end."""

@@ -1,19 +1,66 @@
-"""Prometheus metrics under vLLM's names, so that its boards and benchmark clients read them."""
+"""Prometheus metrics under vLLM's names, so that its boards, gateways and benchmark clients read them.
 
+Tokens, waits and steps count as they arrive, what is of a whole request at its end. Buckets have vLLM's bounds, and
+smaller ones.
+"""
+
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from peagle.engine.loop import AnyEngine
-from peagle.result import Result
-from peagle.serve.loop import Loop
-from peagle.serve.outputs import pooled
+from peagle.engine.request import TokenChunk
+from peagle.ops.attention import PAGE_SIZE
+from peagle.result import Assembler, Counters, Piece, Result
+from peagle.serve.loop import EngineLoop, Loop
 
-SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
-LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+LABELS = ("model_name", "engine")
+ENGINE = "0"  # vLLM numbers its engines; replicas are one here
+FIRST_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+REQUEST_S = (
+    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 7680.0),
+)
+REPLY_S = (0.1, 0.5, 1.0)
+ANSWERS = (1, 2, 5, 10, 20)
+TOKENS_OF_A_STEP = (1, 8, *(2**power for power in range(4, 15)))
+COUNTERS = {
+    "prompt_tokens": "Tokens of prompts, by answer, from its first token on.",
+    "generation_tokens": "Tokens of answers.",
+    "prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "spec_decode_num_drafts": "Steps that drafted.",
+    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+}
+TIMES = {  # in seconds
+    "time_to_first_token_seconds": ("Arrival to first token.", FIRST_S),
+    "inter_token_latency_seconds": ("Between arrivals of tokens.", TOKEN_S),
+    "request_time_per_output_token_seconds": ("First to last token, over the tokens after the first.", TOKEN_S),
+    "e2e_request_latency_seconds": ("Arrival to last token.", REQUEST_S),
+    "request_queue_time_seconds": ("Arrival to slot.", REQUEST_S),
+    "request_prefill_time_seconds": ("Slot to first token.", REQUEST_S),
+    "request_decode_time_seconds": ("First to last token.", REQUEST_S),
+    "request_inference_time_seconds": ("Slot to last token.", REQUEST_S),
+}
+SIZES = {  # in tokens, up to the context
+    "request_prompt_tokens": "Tokens of the prompt.",
+    "request_generation_tokens": "Tokens of the answer.",
+    "request_params_max_tokens": "Most tokens that the answer may have.",
+}
+WHOLE = ("stop", "length")  # reasons of answers that were not cut short: only these have figures of a whole request
+REASONS = (*WHOLE, "abort", "error")
 
 
 class _Preemptions(Collector):
@@ -24,19 +71,37 @@ class _Preemptions(Collector):
 
     def collect(self) -> Iterator[Metric]:
         text = "Requests that lost their pages to an earlier one; they are computed again."
-        counter = CounterMetricFamily("vllm:num_preemptions", text, labels=["model_name"])
-        counter.add_metric([self._model], self._engine.num_preemptions)
+        counter = CounterMetricFamily("vllm:num_preemptions", text, labels=LABELS)
+        counter.add_metric([self._model, ENGINE], self._engine.num_preemptions)
         yield counter
 
 
 class Metrics:
-    """Counts since the start of the server. Metrics of vLLM have its label model_name.
+    """Counts since the start of the server. Metrics of vLLM have its labels model_name and engine.
 
-    replies, unsent, cut, unread: updated by the HTTP code.
+    unsent, cut, unread: updated by the HTTP code.
     """
 
     def __init__(self, loop: Loop, model: str) -> None:
         self._registry, self._model = CollectorRegistry(), model
+        self._add_gauges(loop)
+        if isinstance(loop, EngineLoop):  # not a fleet
+            self._add_engine(loop)
+        self._counters = {name: self._add(Counter, name, text) for name, text in COUNTERS.items()}
+        sizes = _bounds(loop.engine.config.context)
+        histograms = {**TIMES, **{name: (text, sizes) for name, text in SIZES.items()}}
+        histograms["request_params_n"] = ("Answers to the prompt.", ANSWERS)
+        self._histograms = {
+            name: self._add(Histogram, name, text, buckets=bounds) for name, (text, bounds) in histograms.items()
+        }
+        text = "Accepted tokens by their position in the draft, from 0."
+        places = map(str, range(loop.engine.config.num_speculative_tokens))
+        self._per_position = self._family(Counter, "spec_decode_num_accepted_tokens_per_pos", text, "position", places)
+        self._ended = self._family(Counter, "request_success", "Ended requests.", "finished_reason", REASONS)
+        self._add_replies()
+        ProcessCollector(registry=self._registry)
+
+    def _add_gauges(self, loop: Loop) -> None:
         running = self._add(Gauge, "num_requests_running", "Requests in slots or in prefill.")
         running.set_function(lambda: loop.num_running)
         waiting = self._add(Gauge, "num_requests_waiting", "Requests that wait for a slot.")
@@ -44,62 +109,149 @@ class Metrics:
         text = "1: the server answers requests; 0: it does not, and /health says why."
         ready = Gauge("peagle:ready", text, registry=self._registry)
         ready.set_function(lambda: loop.status == "ok")
-        if isinstance(loop.engine, AnyEngine):  # not of a fleet
-            engine = loop.engine
-            text = "Share of the pages of keys and values that requests hold; 1: all."
-            self._add(Gauge, "kv_cache_usage_perc", text).set_function(lambda: engine.page_use.held_frac)
-            self._registry.register(_Preemptions(engine, model))
-        self._prompt = self._add(Counter, "prompt_tokens", "Tokens of prompts.")
-        self._generation = self._add(Counter, "generation_tokens", "Tokens of answers.")
-        self._cache_queries = self._add(Counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.")
-        self._cache_hits = self._add(Counter, "prefix_cache_hits", "Tokens found in the prefix cache.")
-        self._drafts = self._add(Counter, "spec_decode_num_drafts", "Steps that drafted.")
-        self._draft_tokens = self._add(Counter, "spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
-        self._accepted = self._add(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self._success = Counter(
-            "vllm:request_success", "Ended requests.", ["model_name", "finished_reason"], registry=self._registry
-        )
-        self._per_position = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens by their position in the draft, from 0.",
-            ["model_name", "position"],
-            registry=self._registry,
-        )
+
+    def _add_engine(self, loop: EngineLoop) -> None:
+        """Add what is only known of an engine in this process."""
+        engine = loop.engine
+        text = "Share of the pages of keys and values that requests hold; 1: all."
+        self._add(Gauge, "kv_cache_usage_perc", text).set_function(lambda: engine.page_use.held_frac)
+        self._registry.register(_Preemptions(engine, self._model))
+        cache = {
+            "block_size": str(PAGE_SIZE),
+            "num_gpu_blocks": str(engine.page_use.num_pages),
+            "enable_prefix_caching": str(engine.prefix_cache_use is not None),
+        }
+        text = "1; its labels describe the pages of keys and values, on any device."
+        info = Gauge("vllm:cache_config_info", text, [*LABELS, *cache], registry=self._registry)
+        info.labels(self._model, ENGINE, *cache.values()).set(1)
+        text = "Tokens of a dispatch that returned some: of answers, and of prompts at their first token."
+        loop.count_step = self._add(Histogram, "iteration_tokens_total", text, buckets=TOKENS_OF_A_STEP).observe
+
+    def _add_replies(self) -> None:
         labels = ["handler", "method", "status"]
-        self.replies = Counter("http_requests", "Replies, as vLLM counts them.", labels, registry=self._registry)
+        self._replies = Counter("http_requests", "Replies, as vLLM counts them.", labels, registry=self._registry)
+        text = "Time to the end of a reply."
+        self._reply_s = Histogram(
+            "http_request_duration_seconds", text, labels[:2], registry=self._registry, buckets=REPLY_S
+        )
         self.unsent = Gauge("peagle:unsent_bytes", "Bytes of streams that wait to be sent.", registry=self._registry)
         self.cut = Counter("peagle:cut_streams", "Streams whose clients read too slowly.", registry=self._registry)
         text = "Connections whose clients read nothing."
         self.unread = Counter("peagle:unread_connections", text, registry=self._registry)
-        self._ttft = self._add(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=SHORT_S)
-        self._itl = self._add(Histogram, "inter_token_latency_seconds", "Between arrivals of tokens.", buckets=SHORT_S)
-        self._e2e = self._add(Histogram, "e2e_request_latency_seconds", "Arrival to last token.", buckets=LONG_S)
 
-    def observe(self, results: Sequence[Result]) -> None:
-        """Count the results of one HTTP request, after its answers have ended or its client has left."""
-        for result in results:
-            reason = result.finish_reason or "abort"
-            self._success.labels(self._model, reason).inc()
-            if result.request.index == 0:
-                self._prompt.inc(len(result.request.prompt_ids))
-            self._cache_queries.inc(len(result.request.prompt_ids))
-            self._cache_hits.inc(result.num_cached_tokens)
-            self._generation.inc(len(result.output_ids))
-            if result.ttft_s is not None and result.last_s is not None:
-                self._ttft.observe(result.ttft_s)
-                self._e2e.observe(result.last_s - result.started_s)
-            for seconds in result.itl_s:
-                self._itl.observe(seconds)
-        counters = pooled(results)
-        self._drafts.inc(counters.num_steps)
-        self._draft_tokens.inc(counters.num_drafted)
-        self._accepted.inc(counters.num_accepted)
+    def count_reply(self, handler: str, method: str, status: int) -> None:
+        """Count a reply that begins, by the hundreds of its status: 2xx, 4xx or 5xx."""
+        self._replies.labels(handler, method, f"{status // 100}xx").inc()
+
+    def time_reply(self, handler: str, method: str, seconds: float) -> None:
+        """Count a reply that has ended."""
+        self._reply_s.labels(handler, method).observe(seconds)
+
+    def count(self, **counts: int) -> None:
+        """Add to counters, by their names without vLLM's prefix."""
+        for name, count in counts.items():
+            if count:
+                self._counters[name].inc(count)
+
+    def observe(self, **values: int | float) -> None:
+        """Add values to histograms, by their names without vLLM's prefix."""
+        for name, value in values.items():
+            self._histograms[name].observe(value)
+
+    def count_steps(self, counters: Counters) -> None:
+        self.count(
+            spec_decode_num_drafts=counters.num_steps,
+            spec_decode_num_draft_tokens=counters.num_drafted,
+            spec_decode_num_accepted_tokens=counters.num_accepted,
+        )
         for position, accepted in enumerate(counters.accepted_per_position):
-            self._per_position.labels(self._model, str(position)).inc(accepted)
+            if accepted:
+                self._per_position[str(position)].inc(accepted)
+
+    def count_end(self, reason: str) -> None:
+        self._ended[reason].inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def _add(self, kind: Any, name: str, text: str, **options: Any) -> Any:
-        """Add a metric of this kind with vLLM's name and label."""
-        return kind(f"vllm:{name}", text, ["model_name"], registry=self._registry, **options).labels(self._model)
+        """Add a metric of this kind with vLLM's name and labels."""
+        metric = kind(f"vllm:{name}", text, LABELS, registry=self._registry, **options)
+        return metric.labels(self._model, ENGINE)
+
+    def _family(self, kind: Any, name: str, text: str, label: str, values: Iterator[str] | Sequence[str]) -> Any:
+        """Add a metric with one label more; return its metrics by that label's values."""
+        metric = kind(f"vllm:{name}", text, [*LABELS, label], registry=self._registry)
+        return {value: metric.labels(self._model, ENGINE, value) for value in values}
+
+
+class AnswerMetrics:
+    """Counts one answer while it arrives."""
+
+    def __init__(self, metrics: Metrics, assembler: Assembler, num_answers: int) -> None:
+        """num_answers: to the prompt."""
+        self._metrics, self._assembler, self._num_answers = metrics, assembler, num_answers
+        self._queued_s: float | None = None  # None: not begun
+        self._last_s: float | None = None
+        self._ended = False
+
+    def add(self, chunk: TokenChunk, piece: Piece) -> None:
+        """Count a chunk, of which `Assembler.add` has made this piece."""
+        metrics, assembler = self._metrics, self._assembler
+        if self._queued_s is None and (chunk.token_ids or chunk.finish_reason in WHOLE):
+            self._begin(chunk)
+        if piece.token_ids:
+            metrics.count(generation_tokens=len(piece.token_ids))
+            if self._last_s is None:
+                metrics.observe(time_to_first_token_seconds=chunk.time_s - assembler.started_s)
+            else:
+                metrics.observe(inter_token_latency_seconds=chunk.time_s - self._last_s)
+            self._last_s = chunk.time_s
+        if piece.steps:
+            metrics.count_steps(Counters.of(piece.steps, assembler.num_speculative_tokens))
+        if assembler.finish_reason is not None:
+            self.end(assembler.finish_reason)
+
+    def end(self, reason: str) -> None:
+        """Count the end of the answer, once. An answer that was cut short has no figures of a whole one."""
+        if self._ended:
+            return
+        self._ended = True
+        self._metrics.count_end(reason if reason in REASONS else "abort")
+        if reason in WHOLE:
+            self._observe(self._assembler.result())
+
+    def _begin(self, chunk: TokenChunk) -> None:
+        """Count the prompt. What leaves the queue without a slot was not computed."""
+        self._queued_s, length = chunk.queued_s or 0.0, len(self._assembler.request.prompt_ids)
+        self._metrics.count(
+            prompt_tokens=length, prefix_cache_queries=length, prefix_cache_hits=chunk.num_cached_tokens
+        )
+
+    def _observe(self, result: Result) -> None:
+        observe, queued_s = self._metrics.observe, self._queued_s or 0.0
+        observe(
+            request_prompt_tokens=len(result.request.prompt_ids),
+            request_generation_tokens=len(result.output_ids),
+            request_params_max_tokens=result.request.max_new_tokens,
+        )
+        if result.request.index == 0:
+            observe(request_params_n=self._num_answers)
+        if result.ttft_s is None or result.decode_s is None:
+            return
+        e2e_s = result.ttft_s + result.decode_s
+        observe(
+            e2e_request_latency_seconds=e2e_s,
+            request_queue_time_seconds=queued_s,
+            request_prefill_time_seconds=result.ttft_s - queued_s,
+            request_decode_time_seconds=result.decode_s,
+            request_inference_time_seconds=e2e_s - queued_s,
+        )
+        if result.tpot_s is not None:
+            observe(request_time_per_output_token_seconds=result.tpot_s)
+
+
+def _bounds(most: int) -> list[int]:
+    """Make the bounds 1, 2, 5, 10, 20, 50, ... up to `most`."""
+    bounds = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    return list(itertools.takewhile(lambda bound: bound <= most, bounds))

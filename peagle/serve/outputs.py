@@ -12,6 +12,7 @@ from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import Call, Loop
+from peagle.serve.metrics import AnswerMetrics, Metrics
 from peagle.serve.replies import Figures, TokenOrigin, Usage
 from peagle.text.channels import CALL, ChannelParser, Delta
 from peagle.text.offsets import TokenOffset
@@ -38,7 +39,8 @@ class OutputCollector:
     """Submit requests to the engine and read their answers. Raises as `Loop.submit` does.
 
     channels: parse the answers' channels; stop strings then apply to content messages. constraint: the field that
-    constrains the answers, for errors of their grammar. decode: False if the answers have no tokens.
+    constrains the answers, for errors of their grammar. decode: False if the answers have no tokens. metrics: count the
+    answers.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class OutputCollector:
         channels: bool = False,
         constraint: str | None = None,
         decode: bool = True,
+        metrics: Metrics | None = None,
     ) -> None:
         self._tokenizer, self._stop_token_ids = tokenizer, loop.engine.stop_token_ids
         self._channels, self._constraint = channels and tokenizer is not None, constraint
@@ -61,6 +64,10 @@ class OutputCollector:
                 parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop, min_tokens=least)
             self._assemblers.append(Assembler(request, request.most_drafts(k), tokenizer, started_s, parser=parser))
         self._call: Call = loop.submit(requests) if decode else EchoCall(loop, requests)
+        self._counted: list[AnswerMetrics] = []
+        if metrics is not None:
+            num_answers = 1 + max(request.index for request in requests)  # to each prompt
+            self._counted = [AnswerMetrics(metrics, assembler, num_answers) for assembler in self._assemblers]
 
     async def chunks(self) -> AsyncGenerator[OutputChunk, None]:
         """Yield chunks until all answers have ended. Aborts the requests if the reader stops early."""
@@ -69,14 +76,21 @@ class OutputCollector:
                 async for index, chunk in chunks:
                     yield self._read(index, chunk)
         except ApiError as error:
+            self._count_ends("error")
             if error.status == 400 and error.param is None:  # while decoding, only a grammar can be bad input
                 error.param = self._constraint
             raise
         finally:
-            self._call.close()
+            self.close()
 
     def close(self) -> None:
+        """Abort the requests that have not ended."""
         self._call.close()
+        self._count_ends("abort")
+
+    def _count_ends(self, reason: str) -> None:
+        for counted in self._counted:
+            counted.end(reason)
 
     def results(self) -> list[Result]:
         return [assembler.result() for assembler in self._assemblers]
@@ -84,6 +98,8 @@ class OutputCollector:
     def _read(self, index: int, chunk: TokenChunk) -> OutputChunk:
         assembler = self._assemblers[index]
         piece = assembler.add(chunk)
+        if self._counted:
+            self._counted[index].add(chunk, piece)
         if assembler.finish_reason != chunk.finish_reason:  # a stop string ended the answer
             self._call.abort(index)
         count = len(piece.token_ids)

@@ -64,6 +64,7 @@ class Speculation(Reply):
     num_looked_up_draft_tokens: int
     num_proposed_draft_tokens: int
     num_spec_tokens: int
+    num_truncated_tokens: int
 
 
 class Figures(Reply):

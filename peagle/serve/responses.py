@@ -91,7 +91,10 @@ async def start(service: Service, body: ResponsesBody, owner: str = "") -> Gener
         keep=await _keeper(service, body, past, owner),
     )
     service.log_once(*chat.notes, *notes(chat.body))
-    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(chat.body))
+    constraint = constraint_field(chat.body)
+    outputs = OutputCollector(
+        service.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=service.metrics
+    )
     return Generation(body.stream, formatter, outputs)
 
 

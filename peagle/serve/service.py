@@ -149,12 +149,11 @@ class Service:
         self.log_once(f"a page of {brief(origin)} was refused; --allow-origin lets the pages of a site in")
 
     def finish(self, generation: Generation, path: str, request_id: str = "") -> None:
-        """End the requests of a reply; count and log them. Prompts and answers are not logged."""
+        """End the requests of a reply, and log them. Prompts and answers are not logged."""
         generation.outputs.close()
-        results = generation.outputs.results()
-        self.metrics.observe(results)
         if self.log is None:
             return
+        results = generation.outputs.results()
         counted, first = usage(results), results[0]
         line = {
             "time": utc_now(),

@@ -46,7 +46,7 @@ def main() -> int:
         "what": f"{NUM_PROMPTS} held-out prompts, chat, greedy, {NEW_TOKENS} new tokens, K = {NUM_DRAFTS}",
         "recorded": {"time": origin["time"], "packages": origin["packages"], "cpu": origin["cpu"]},
         "num_steps": counters.num_steps,
-        "acceptance_length": counters.acceptance_length,
+        "mean_acceptance_length": counters.mean_acceptance_length,
         "rate_per_position": list(counters.acceptance_rate_per_position),
     }
     GOLDEN.write_text(dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -204,7 +204,7 @@ def by_engine(engine: AnyEngine, prompts: Sequence[Sequence[int]], load: Load) -
             result.times_s,
             len(result.output_ids),
             num_steps=result.counters.num_steps,
-            num_accepted=result.counters.num_accepted,
+            num_emitted=result.counters.num_emitted,
         )
         for result in (assembler.result() for assembler in assemblers.values())
     ]

@@ -265,7 +265,7 @@ def server_counts(server: Server) -> Json:
         return sum(s.value for s in samples if s.name == name and s.labels.get("status", "") >= least_status)
 
     return {
-        "server_errors": total("http_requests_total", "500"),
+        "server_errors": total("http_requests_total", "5xx"),
         "cut_streams": total("peagle:cut_streams_total"),
         "unsent_bytes": total("peagle:unsent_bytes"),
     }

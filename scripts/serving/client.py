@@ -53,7 +53,7 @@ class Reply:
     num_tokens: int
     text: str = ""
     num_steps: int = 0  # that drafted
-    num_accepted: int = 0
+    num_emitted: int = 0  # tokens of these steps
     left: bool = False
 
 
@@ -147,8 +147,9 @@ def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False)
                 drafts = event.get("metrics", {}).get("speculative_decoding", drafts)
             if left := leave(len(times)):
                 break
-    counts = usage.get("completion_tokens", 0), "".join(texts), drafts.get("num_spec_steps", 0)
-    return Reply(started, tuple(times), *counts, drafts.get("num_accepted_draft_tokens", 0), left)
+    steps = drafts.get("num_spec_steps", 0)
+    emitted = steps + drafts.get("num_accepted_draft_tokens", 0) - drafts.get("num_truncated_tokens", 0)
+    return Reply(started, tuple(times), usage.get("completion_tokens", 0), "".join(texts), steps, emitted, left)
 
 
 def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
@@ -182,7 +183,7 @@ def figures(replies: Sequence[Reply]) -> Json:
         "ttft_p50_s": float(np.median([reply.times_s[0] - reply.started_s for reply in replies])),
         "itl_p50_s": float(np.quantile(itl, 0.5)) if len(itl) else None,
         "itl_p99_s": float(np.quantile(itl, 0.99)) if len(itl) else None,
-        "acceptance_length": 1 + sum(reply.num_accepted for reply in replies) / steps if steps else None,
+        "acceptance_length": sum(reply.num_emitted for reply in replies) / steps if steps else None,
     }
 
 

@@ -14,7 +14,7 @@ from peagle.measure.sweep.store import IN_SHORT, RUN, open_run
 RECORDED = Path(__file__).with_name("sweep")
 RESULTS = Path(__file__).parents[2] / "results"
 DROPPED = {  # figures of before: they follow from others of run.json, or from raw.jsonl
-    *("acceptance_length_mean", "conditional_rate", "speedup_median", "tpot_s", "plain_step_s", "verify_cost"),
+    *("conditional_rate", "speedup_median", "tpot_s", "plain_step_s", "verify_cost"),
     *("per_request",),
 }
 WITHOUT_INTERVAL = {"draft_s", "verify_s", "host_s"}

@@ -142,8 +142,7 @@ def _change(
 
 
 def _tokens_and_steps(pairing: Pairing) -> tuple[float, float]:
-    counters = pairing.counters
-    return float(counters.num_accepted + counters.num_steps), float(counters.num_steps)
+    return float(pairing.counters.num_emitted), float(pairing.counters.num_steps)
 
 
 def _repeats_apart(timed: Pairs) -> bool:

@@ -70,9 +70,11 @@ class Figures:
     num_plain_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_truncated_tokens: int  # that steps decided after the end of their output
     histogram: tuple[int, ...]
     accepted_per_position: tuple[int, ...]
-    acceptance_length: Estimate | None  # 1 + sum accepted / sum steps that verified drafts
+    acceptance_length: Estimate | None  # sum emitted / sum steps, both of steps that verified drafts
+    acceptance_length_mean: Estimate | None  # mean over requests of emitted / steps
     rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps that verified drafts
     tok_per_s: Estimate | None  # sum (tokens - 1) / sum decode_s
     speedup: Estimate | None  # tok_per_s / plain decoding's of the same requests and repeats
@@ -338,9 +340,11 @@ def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
         "num_plain_steps": counters.num_plain_steps,
         "num_draft_tokens": counters.num_drafted,
         "num_accepted_draft_tokens": counters.num_accepted,
+        "num_truncated_tokens": counters.num_truncated,
         "histogram": counters.histogram,
         "accepted_per_position": counters.accepted_per_position,
         "acceptance_length": _acceptance_length(pairings),
+        "acceptance_length_mean": _of_counters(pairings, lambda counters: (counters.acceptance_length or 0.0, 1)),
         "rate_per_position": tuple(map(accepted, range(len(counters.tried) if counters.num_steps else 0))),
         "tok_per_s": _of_times(units, (TOKENS, SECONDS), ratio),
         "speedup": _of_times(units, RATES, ratio_of_ratios),
@@ -361,19 +365,15 @@ def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
     }
 
 
-def _of_counters(
-    pairings: Sequence[Pairing], row: Callable[[Counters], tuple[int, int]], statistic: Statistic = ratio
-) -> Estimate | None:
-    """Estimate a statistic of the requests that verified drafts. row: the columns by a request's counters."""
+def _of_counters(pairings: Sequence[Pairing], row: Callable[[Counters], tuple[float, float]]) -> Estimate | None:
+    """Estimate a ratio over the requests that verified drafts. row: its two sums by a request's counters."""
     drafted = [pairing for pairing in pairings if pairing.counters.num_steps]
     table = np.array([row(pairing.counters) for pairing in drafted], np.float64)
-    return estimate(table, statistic, [pairing.request.row for pairing in drafted])
+    return estimate(table, ratio, [pairing.request.row for pairing in drafted])
 
 
 def _acceptance_length(pairings: Sequence[Pairing]) -> Estimate | None:
-    return _of_counters(
-        pairings, lambda counters: (counters.num_accepted, counters.num_steps), lambda sums: 1 + ratio(sums)
-    )
+    return _of_counters(pairings, lambda counters: (counters.num_emitted, counters.num_steps))
 
 
 def _of_times(units: Units, columns: Sequence[int], statistic: Statistic) -> Estimate | None:

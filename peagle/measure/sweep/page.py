@@ -38,7 +38,8 @@ def _drafted_share(row: Row) -> str:
 
 def _rows_a_token(row: Row) -> str:
     steps = row.num_spec_steps + row.num_plain_steps
-    return f"{(steps + row.num_draft_tokens) / (steps + row.num_accepted_draft_tokens):.2f}" if row.k else "-"
+    tokens = steps + row.num_accepted_draft_tokens - row.num_truncated_tokens
+    return f"{(steps + row.num_draft_tokens) / tokens:.2f}" if row.k else "-"
 
 
 def _length_without_loops(row: Row) -> str:
@@ -87,12 +88,21 @@ ALONE = (
     Column(
         "acceptance length",
         lambda row: estimate_text(row.acceptance_length),
-        "tokens per step that verified drafts, one of them the target's own",
+        "tokens of the outputs per step that verified drafts; what a step decides after an output's end does not count",
+    ),
+    Column(
+        "mean of requests",
+        lambda row: estimate_text(row.acceptance_length_mean),
+        "the acceptance length of each request, averaged; the other is over the steps of all",
     ),
     Column(
         "length without loops", _length_without_loops, f"without outputs that repeat over {LOOPING} of their 4-grams"
     ),
-    Column("length at most", _length_at_most, "acceptance length if each draft were the target's likeliest token"),
+    Column(
+        "length at most",
+        _length_at_most,
+        "acceptance length, cut nowhere, if each draft were the target's likeliest token",
+    ),
     Column("accepted", _positions, "share of steps with drafts that accepted the first, the second and so on"),
     Column("rows a token", _rows_a_token, "rows of the target per token: one a step, and one for each verified draft"),
     Column("c(K)", lambda row: estimate_text(row.cycle_cost), "time of a pass over that of a plain one"),

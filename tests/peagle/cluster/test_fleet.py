@@ -26,7 +26,7 @@ from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import toy_pair
 from tests.support.running import Gate
-from tests.support.servers import COMPLETIONS, CONTEXT, DATE, MODEL, SLOTS, K, client_of, error_of, service_of
+from tests.support.servers import COMPLETIONS, CONTEXT, DATE, MODEL, SLOTS, K, client_of, error_of, service_of, values
 
 BODY = {"model": MODEL, "prompt": [5, 9, 2, 11], "max_tokens": 24, "temperature": 0, "logprobs": 2}
 
@@ -114,13 +114,19 @@ def answer(client: TestClient, **changes: object) -> httpx.Response:
 
 @pytest.mark.parametrize("disaggregated", [True, False])
 def test_a_fleet_answers_as_one_server_does(make: Make, client: TestClient, disaggregated: bool) -> None:
-    """Text, log-probabilities, usage, figures of acceptance; streamed or not; one token alone; n of them."""
+    """Text, log-probabilities, usage, figures of acceptance; streamed or not; one token alone; n of them; metrics."""
     _, service = make(disaggregated)
     fleet = client_of(service)
     for changes in ({}, {"n": 3, "temperature": 0.8, "seed": 4}, {"max_tokens": 1}, {"stop": ["a"]}):
         ours, theirs = answer(fleet, **changes).json(), answer(client, **changes).json()
         for name in ("choices", "metrics"):
             assert ours.get(name) == theirs.get(name), (changes, name)
+    in_fleet, alone = values(fleet), values(client)
+    counters = {key for key in in_fleet if key[0].startswith("vllm:") and key[0].endswith(("_total", "_count"))}
+    counters -= {("vllm:prefix_cache_hits_total",), ("vllm:inter_token_latency_seconds_count",)}
+    assert {key: in_fleet[key] for key in counters} == {key: alone[key] for key in counters}
+    assert in_fleet["vllm:request_queue_time_seconds_count",] == in_fleet["vllm:request_success_total", "length"] > 1
+    assert 0 < in_fleet["vllm:request_queue_time_seconds_sum",] < in_fleet["vllm:time_to_first_token_seconds_sum",]
     streamed = answer(fleet, stream=True).text
     assert streamed.count("data: ") > 2
     assert streamed.endswith("data: [DONE]\n\n")

@@ -72,7 +72,7 @@ def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     assert counters.acceptance_rate_per_position == pytest.approx((2 / 3, 1 / 3, 0, None, None))
     assert Counters.of([step(0, 0)], 2).acceptance_rate_per_position == (None, None)
     engine = ResolvedConfig(5, adaptive=True)
-    whole = Result(REQUEST, 5, (1, 2), None, "length", 0.0, 1.0, 2.0, tuple(steps))
+    whole = Result(REQUEST, 5, tuple(range(8)), None, "length", 0.0, 1.0, 2.0, tuple(steps))
     (line,) = [
         text for text in summary_lines(Run([Outcome(whole, None)], 128, engine=engine), None) if "per position" in text
     ]
@@ -109,19 +109,32 @@ def test_no_steps_give_none_and_never_a_number() -> None:
     assert speculative_decoding_block(counters)["acceptance_histogram"] == [0, 0, 0, 0]
 
 
+def test_the_acceptance_length_counts_emitted_tokens_and_vllms_all_accepted_ones() -> None:
+    """Three tokens of a step that accepted seven drafts: one of prefill, and two more."""
+    cut = Result(Request((7, 8), 3), 7, (1, 2, 3), None, "length", 0.0, 1.0, 2.0, (step(7, 7),))
+    assert (cut.acceptance_length, cut.counters.mean_acceptance_length) == (2.0, 8.0)
+    whole = Result(Request((7, 8), 9), 7, tuple(range(9)), None, "length", 0.0, 1.0, 2.0, (step(7, 7),))
+    assert (whole.acceptance_length, whole.counters.mean_acceptance_length) == (8.0, 8.0)
+    both = cut.counters + whole.counters
+    assert (both.num_emitted, both.acceptance_length, both.mean_acceptance_length) == (10, 5.0, 8.0)
+    run = Run([Outcome(cut, None)], 128, engine=ResolvedConfig(7))
+    assert any("length 2.00 | 1 steps of K = 7" in line for line in summary_lines(run, None))
+
+
 def test_counters_of_another_k_are_not_pooled() -> None:
     with pytest.raises(ValueError, match="cannot be pooled"):
         Counters.of([], 3) + Counters.of([], 2)
 
 
 def test_the_block_has_vllms_names() -> None:
-    assert speculative_decoding_block(Counters.of([step(1), step(3)], 3)) == {
+    assert speculative_decoding_block(Counters.of([step(1), step(3)], 3, num_truncated=1)) == {
         "num_spec_tokens": 3,
         "num_spec_steps": 2,
         "num_proposed_draft_tokens": 6,
         "num_draft_tokens": 6,
         "num_accepted_draft_tokens": 4,
         "num_looked_up_draft_tokens": 0,
+        "num_truncated_tokens": 1,
         "num_plain_steps": 0,
         "acceptance_histogram": [0, 1, 0, 1],
         "mean_acceptance_length": 3.0,
@@ -160,6 +173,7 @@ def test_emitted_is_what_was_decided_less_what_was_truncated(decided: list[tuple
     assert len(whole.output_ids) == 1 + sum(a + 1 for a in accepted) - whole.num_truncated
     assert whole.num_truncated >= 0
     assert whole.counters.num_accepted == sum(accepted)  # all of them, cut or not
+    assert whole.counters.num_emitted == len(whole.output_ids) - 1
     expected = "stop" if whole.output_ids[-1] == 4 else "length" if len(whole.output_ids) == budget else None
     assert whole.finish_reason == expected
 

@@ -385,7 +385,7 @@ def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: 
     counters = python(alone, {}).counters
     figures = complete(client)["metrics"]["speculative_decoding"]
     assert figures == {
-        "mean_acceptance_length": counters.acceptance_length,
+        "mean_acceptance_length": counters.mean_acceptance_length,
         "draft_acceptance_rate": counters.acceptance_rate,
         "acceptance_histogram": list(counters.histogram),
         "num_spec_steps": counters.num_steps,
@@ -393,6 +393,7 @@ def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: 
         "num_draft_tokens": counters.num_drafted,
         "num_proposed_draft_tokens": counters.num_proposed,
         "num_looked_up_draft_tokens": 0,
+        "num_truncated_tokens": counters.num_truncated,
         "num_spec_tokens": K,
     }
 

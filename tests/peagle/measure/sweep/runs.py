@@ -150,7 +150,8 @@ def with_plan(folder: Folder, **plan: object) -> Folder:
 def example_row(**known: Any) -> Row:
     """Make a row of which only the figures named are known; nothing loops and nothing differs."""
     values: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Row))
-    values |= dict.fromkeys(("num_draft_tokens", "num_accepted_draft_tokens", "num_plain_steps", "num_slower"), 0)
+    counts = ("num_draft_tokens", "num_accepted_draft_tokens", "num_truncated_tokens", "num_plain_steps", "num_slower")
+    values |= dict.fromkeys(counts, 0)
     values |= dict.fromkeys(("histogram", "accepted_per_position", "tok_per_s_repeats", "speedup_repeats"), ())
     values |= dict.fromkeys(("by_category", "by_bucket", "rate_per_position"), ())
     values |= {"workload": Workload("prompts", True, 0.0), "variant": PLAIN, "itl_s": (None, None, None)}

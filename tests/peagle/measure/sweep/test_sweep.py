@@ -79,11 +79,17 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
         steps, accepted = histogram.sum(), histogram @ np.arange(row["k"] + 1)
         assert (row["num_spec_steps"], row["num_accepted_draft_tokens"]) == (steps, accepted)
         assert row["num_draft_tokens"] == steps * row["k"]
-        assert row["acceptance_length"]["value"] == pytest.approx(1 + accepted / steps)
+        tokens = sum(line["output_tokens"] - 1 for line in mine)
+        assert row["num_truncated_tokens"] == steps + accepted - tokens > 0
+        assert row["acceptance_length"]["value"] == pytest.approx(tokens / steps)
         assert row["acceptance_length"]["value"] > 1  # the toy walks in circles, which an n-gram drafter learns
+        of_requests = [
+            sum(line["output_tokens"] - 1 for line in own) / sum(sum(line["histogram"]) for line in own)
+            for own in ([line for line in mine if line["request"] == request] for request in range(8))
+        ]
+        assert row["acceptance_length_mean"]["value"] == pytest.approx(np.mean(of_requests))
         for place, rate in enumerate(row["rate_per_position"]):
             assert rate["value"] == pytest.approx(histogram[place + 1 :].sum() / steps)
-        tokens = sum(line["output_tokens"] - 1 for line in mine)
         seconds, plain_seconds = (sum(line["decode_s"] for line in some) for some in (mine, plain.values()))
         assert row["tok_per_s"]["value"] == pytest.approx(tokens / seconds)
         assert row["speedup"]["value"] == pytest.approx(plain_seconds / seconds)  # as many tokens, greedy
