@@ -24,18 +24,18 @@ def test_a_file_that_cannot_be_is_refused_before_anything_is_deployed() -> None:
     from peagle.cluster.deployments import build
 
     for file, match in (
-        ({"target": "demo", "drafter": None, "decode": 0}, "decode is 0"),
+        ({"load": {"target": "demo"}, "decode": 0}, "decode is 0"),
         ({"speed": 1}, "speed is not an option"),
     ):
         with pytest.raises(InputError, match=match):
             build(file)
 
 
-def test_a_file_makes_the_application_of_both_forms() -> None:
+def test_a_file_makes_the_application() -> None:
     from peagle.cluster.deployments import build
 
     elsewhere = {"load": {"target": "a/folder/of/other/machines"}}  # nothing is read where the application is made
-    for file in ({"target": "demo", "drafter": None}, {"load": {"target": "demo"}, "engine": {"slots": 2}}, elsewhere):
+    for file in ({"load": {"target": "demo"}, "engine": {"slots": 2}}, elsewhere):
         assert build({**file, "prefill": 1, "max_decode": 3}) is not None
 
 
