@@ -55,15 +55,15 @@ class Grammars:
         schemas of their arguments (None: any text). must_call: it must call one. Raises GrammarError for calls in a
         vocabulary without channels.
         """
-        tokenizer = self.tokenizer
+        tokenizer, vocabulary = self.tokenizer, self.read()
         final = Grammar.any_text() if grammar is None else grammar
         if channels and has_channels(tokenizer):
             written = {name: None if schema is None else inlined(schema) for name, schema in (calls or {}).items()}
             rules = answer_rules(tokenizer, written, final=not must_call, preambles=grammar is None)
-            return self.read().compile(final, rules)
+            return vocabulary.compile(final, rules)
         if any((calls or {}).values()):
             raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
-        return self.read().compile(final)
+        return vocabulary.compile(final)
 
     def begin(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
         """Start a grammar that was compiled with channels at the end of a prompt.

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle.engine.grammar import Grammar, GrammarError
+from peagle.engine.json_schema import map_schemas
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
@@ -27,8 +28,6 @@ MOST_CALLS = 512  # of a chat: the time of GPT-OSS's template is quadratic in th
 MOST_VALUES, MOST_LEVELS = 5000, 32  # JSON values in the parameters of all tools; levels of nesting
 LONGEST_NAME = 128  # of a tool, with its namespace
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-VALUES = ("default", "enum", "const", "examples")  # keywords of schemas whose values are no schemas
 Choice = Literal["none", "auto", "required"] | NamedTool
 
 
@@ -287,13 +286,8 @@ def _definition(tool: Tool) -> dict[str, Any]:
 def _with_verbatim_defaults(schema: Any) -> Any:
     """Make defaults of a schema texts, which are rendered verbatim: GPT-OSS's template fails for other types."""
     if not isinstance(schema, dict):
-        return [_with_verbatim_defaults(inner) for inner in schema] if isinstance(schema, list) else schema
-    rendered: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
-            rendered[key] = {name: _with_verbatim_defaults(inner) for name, inner in value.items()}
-        elif key == "default" and not isinstance(value, str):
-            rendered[key] = Verbatim(dumps(value, ensure_ascii=False))
-        else:
-            rendered[key] = value if key in VALUES else _with_verbatim_defaults(value)
+        return schema
+    rendered = map_schemas(schema, lambda inner, _: _with_verbatim_defaults(inner))
+    if "default" in schema and not isinstance(schema["default"], str):
+        rendered["default"] = Verbatim(dumps(schema["default"], ensure_ascii=False))
     return rendered
