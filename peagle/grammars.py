@@ -1,5 +1,6 @@
 """Compile grammars for a pair: for its vocabulary, within the channels of its chat template."""
 
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -56,14 +57,17 @@ class Grammars:
         vocabulary without channels.
         """
         tokenizer, vocabulary = self.tokenizer, self.read()
-        final = Grammar.any_text() if grammar is None else grammar
+        final, schemas = Grammar.any_text() if grammar is None else grammar, calls or {}
         if channels and has_channels(tokenizer):
-            written = {name: None if schema is None else inlined(schema) for name, schema in (calls or {}).items()}
+            written = {name: None if schema is None else inlined(schema) for name, schema in schemas.items()}
             rules = answer_rules(tokenizer, written, final=not must_call, preambles=grammar is None)
-            return vocabulary.compile(final, rules)
-        if any((calls or {}).values()):
+            compiled = vocabulary.compile(final, rules)
+        elif any(schemas.values()):
             raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
-        return vocabulary.compile(final)
+        else:
+            compiled = vocabulary.compile(final)
+        left_out = [keyword for part in (final, *schemas.values()) if part is not None for keyword in part.left_out]
+        return dataclasses.replace(compiled, left_out=tuple(dict.fromkeys(left_out))) if left_out else compiled
 
     def begin(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
         """Start a grammar that was compiled with channels at the end of a prompt.

@@ -271,6 +271,7 @@ class CompiledGrammar:
     All its matchers share one automaton, which grows by every state that any of them reaches, drafts included
     (llguidance's `deep_copy` copies the parser, not the lexer). If the automaton reaches its limits, a matcher makes
     its own (`Matcher.renew`). source: in llguidance's notation. compile_s: seconds of compilation.
+    left_out: keywords of its JSON schemas that are not enforced.
     """
 
     grammar: Grammar
@@ -280,6 +281,7 @@ class CompiledGrammar:
     source: str = field(repr=False, compare=False)
     compile_s: float = field(repr=False, compare=False)
     begun_by: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def after(self, token_ids: Sequence[int]) -> "CompiledGrammar":
         """Begin after these last tokens of the prompt. Raises GrammarError if the rules do not allow them."""

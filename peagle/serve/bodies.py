@@ -312,7 +312,7 @@ class Speculative(Body):
 
 
 class JsonSchema(Body):
-    """A schema with its name. strict: no effect, since every answer follows its schema."""
+    """A schema with its name. strict: a keyword that cannot be enforced is refused, not left out."""
 
     name: str
     description: str | None = None

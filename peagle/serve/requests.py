@@ -31,7 +31,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.instructions import INSTRUCTION_ROLES, as_instructions, instructions_first
 from peagle.serve.names import CHAT_FIELDS, FieldNames
 from peagle.serve.structured import constraint_field, grammar_error, grammar_of
-from peagle.serve.tools import begin_call, call_grammars, parameters_of, template_messages, template_tools
+from peagle.serve.tools import begin_call, call_grammars, must_call, parameters_of, template_messages, template_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import check_encodable
 from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize
@@ -87,19 +87,23 @@ class RequestBuilder:
             raise grammar_error(error, field) from None
 
     def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, field: str | None) -> CompiledGrammar | None:
-        """Compile the grammar of final messages and calls. grammar, field: of the final message."""
+        """Compile the grammar of final messages and calls. grammar, field: of the final message.
+
+        An answer that must be a call has no final message, so a format of it constrains nothing, as in OpenAI's API.
+        """
         tools, only = template_tools(body.tools, body.tool_choice, supported=True, names=body.names)
         calls = call_grammars(body.tools, body.tool_choice, body.names) if tools else {}
-        must_call = only is not None or body.tool_choice == "required"
-        if must_call and grammar is not None:
-            message = "tool_choice makes the answer a call, so no other field can constrain it; set it to 'auto'"
+        must = must_call(body.tool_choice)
+        if must and grammar is not None and body.response_format is None:
+            message = f"tool_choice makes the answer a call, which {field} cannot constrain; leave one of them out"
             raise ApiError(400, message, "tool_choice")
+        grammar = None if must else grammar
         if grammar is None and not any(calls.values()):
             return None
         try:
             if only is not None:  # the prompt ends with the call's header
                 return self.pair.grammars.compile(calls[only], channels=False)
-            return self.pair.grammars.compile(grammar, channels=True, calls=calls, must_call=must_call)
+            return self.pair.grammars.compile(grammar, channels=True, calls=calls, must_call=must)
         except GrammarError as error:
             for function, schema in calls.items():  # find the one that cannot be compiled
                 try:

@@ -131,7 +131,7 @@ ChosenTool = Annotated[
 
 
 class TextFormat(Body):
-    """The format of the final text. strict: no effect, since every answer follows its schema."""
+    """The format of the final text. strict: a keyword that cannot be enforced is refused, not left out."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None

@@ -132,7 +132,8 @@ def _response_format(form: TextFormat) -> ResponseFormat:
         )
     if form.schema_ is None:
         return ResponseFormat(type=form.type)
-    return ResponseFormat(type=form.type, json_schema=JsonSchema(name=form.name or "", schema=form.schema_))
+    schema = JsonSchema(name=form.name or "", schema=form.schema_, strict=form.strict)
+    return ResponseFormat(type=form.type, json_schema=schema)
 
 
 @dataclass

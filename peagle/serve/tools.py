@@ -60,6 +60,11 @@ def forced_function(tools: Sequence[Tool], choice: Choice) -> str | None:
     return tools[0].name if choice == "required" and len(tools) == 1 else None
 
 
+def must_call(choice: Choice) -> bool:
+    """Whether the answer must be a call."""
+    return choice not in ("none", "auto")
+
+
 def call_grammars(tools: Sequence[Tool], choice: Choice, names: FieldNames) -> dict[str, Grammar | None]:
     """Return the grammar of the arguments of each function that an answer may call; None: any text.
 
@@ -67,11 +72,10 @@ def call_grammars(tools: Sequence[Tool], choice: Choice, names: FieldNames) -> d
     that is too large.
     """
     only = forced_function(tools, choice)
-    must_call = only is not None or choice == "required"
     grammars: dict[str, Grammar | None] = {}
     for tool in tools:
         if only in (None, tool.name):
-            constrains = must_call or tool.function.strict
+            constrains = must_call(choice) or tool.function.strict
             grammars[tool.name] = _arguments(tool, parameters_of(tools, tool.name, names)) if constrains else None
     return grammars
 
@@ -88,7 +92,7 @@ def _arguments(tool: Tool, where: str) -> Grammar:
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}
     try:
-        return Grammar.json_schema({**schema, "type": "object"})
+        return Grammar.json_schema({**schema, "type": "object"}, strict=bool(tool.function.strict))
     except GrammarError as error:
         raise ApiError(400, f"{where}: {error}", where) from None
 

@@ -267,6 +267,16 @@ def test_the_format_of_the_text_binds_the_final_message_as_in_a_chat(
     assert (choice["message"]["content"] == JSON) == (schema is None)
 
 
+def test_an_agent_with_an_output_type_may_force_a_tool(saying: Making) -> None:
+    """As the Agents SDK asks: a call by tool_choice, and the format of the text that follows its result."""
+    form = {"format": {"type": "json_schema", "name": "out", "strict": True, "schema": OBJECT}}
+    body = {**TOOLS, "tool_choice": "required", "text": form}
+    response = answer(client_of(saying((body, '{"city": "x"}<|call|>'))), RESPONSES, body)
+    (item,) = response["output"]
+    assert (item["type"], item["arguments"]) == ("function_call", '{"city": "x"}')
+    assert response["text"]["format"] == form["format"]
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making, parallel: bool) -> None:
     client = client_of(saying((TOOLS, THINKS + CALLS.replace("<|call|>", "<|end|><|start|>assistant") + CALLS)))
