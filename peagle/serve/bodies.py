@@ -1,12 +1,13 @@
 """The bodies of requests, as pydantic models, from which `/openapi.json` is made. See response_bodies.py, too.
 
-Unknown fields are refused by name. Ranges are only published here; the code that uses a value checks its range
-(`peagle.config`, `peagle.engine.request`).
+Unknown fields are refused by name, except in past messages (`Past`). Ranges are only published here; the code that uses
+a value checks its range (`peagle.config`, `peagle.engine.request`).
 """
 
 from typing import Annotated, Any, Literal
 
 import pydantic
+import pydantic_core
 from pydantic import Discriminator, Tag
 
 from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
@@ -34,7 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "audio": ({},),
-    "annotations": ([],),
 }
 HOSTED = (  # types of tools that OpenAI's servers run
     *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search"),
@@ -92,6 +92,20 @@ class Body(pydantic.BaseModel):
         }
 
 
+class Past(Body):
+    """An object of a past message. Its unknown fields have no effect: other servers write many into their answers."""
+
+    model_config = pydantic.ConfigDict(extra="ignore")
+
+
+def _refuse(value: Any) -> None:
+    if value:
+        raise pydantic_core.PydanticCustomError("extra_forbidden", "is not supported")
+
+
+Unsupported = Annotated[None, pydantic.BeforeValidator(_refuse)]  # a field that no prompt can have; it may be empty
+
+
 class Marked(Body):
     """An object that clients mark for prompt caching. No effect: the prefix cache sees every prompt."""
 
@@ -107,12 +121,21 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class TextPart(Marked):
-    type: Literal["text"]
+class TextPart(Past):
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(Body):
+class ReasoningPart(Past):
+    """Reasoning of a past answer, under the names of several APIs. The prompt has it only if calls follow it."""
+
+    type: Literal["reasoning", "thinking", "redacted_thinking"]
+    text: str = ""
+    reasoning: str = ""
+    thinking: str = ""
+
+
+class RefusalPart(Past):
     """The refusal of a past answer."""
 
     type: Literal["refusal"]
@@ -123,7 +146,21 @@ class RefusalPart(Body):
         return self.refusal
 
 
-ContentPart = Annotated[Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], BY_TYPE]
+PART_TAGS = {"[input_text]": "[text]", "[output_text]": "[text]"}
+PART_TAGS |= {"[thinking]": "[reasoning]", "[redacted_thinking]": "[reasoning]"}
+
+
+def tag_of_part(value: Any) -> str:
+    kind = type_tag(value)
+    return PART_TAGS.get(kind, kind)
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("[text]")]
+    | Annotated[RefusalPart, Tag("[refusal]")]
+    | Annotated[ReasoningPart, Tag("[reasoning]")],
+    Discriminator(tag_of_part),
+]
 Text = Annotated[str, Tag("[text]")]
 Content = Annotated[Text | Annotated[list[ContentPart], Tag("[list]")], LIST_OR_TEXT]
 
@@ -200,8 +237,16 @@ class ToolName(Body):
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, or of its parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    """Return the text of a message's content, or of its parts, without reasoning."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content if not isinstance(part, ReasoningPart))
+
+
+def reasoning_of(content: Any) -> str:
+    """Return the reasoning in the parts of a message's content."""
+    parts = [] if isinstance(content, str) else [part for part in content if isinstance(part, ReasoningPart)]
+    return "".join(part.thinking or part.reasoning or part.text for part in parts)
 
 
 def qualified(namespace: str | None, name: str) -> str:
@@ -237,33 +282,26 @@ ToolChoice = Annotated[
 ]
 
 
-class CalledFunction(Body):
-    """parsed_arguments: no effect; clients send it if they return a parsed message."""
-
+class CalledFunction(Past):
     name: str
     arguments: str
-    parsed_arguments: Any = None
 
 
-class CalledCustom(Body):
+class CalledCustom(Past):
     name: str
     input: str
 
 
-class PastFunctionCall(Body):
-    """A call in a past answer. index: no effect; clients send it if they return the calls of a stream."""
-
+class PastFunctionCall(Past):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
 
 
-class PastCustomCall(Body):
+class PastCustomCall(Past):
     id: str
     type: Literal["custom"]
     custom: CalledCustom
-    index: int | None = None
 
     @property
     def function(self) -> CalledFunction:
@@ -282,12 +320,8 @@ PastCall = Annotated[
 ]
 
 
-class ChatMessage(Marked):
-    """A message of a chat.
-
-    reasoning: the prompt has it only if calls follow it, as chat templates do. parsed: no effect; clients send it if
-    they return a parsed message.
-    """
+class ChatMessage(Past):
+    """A message of a chat. reasoning: the prompt has it only if calls follow it, as chat templates do."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
@@ -297,12 +331,18 @@ class ChatMessage(Marked):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    parsed: Any = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
 
     @property
     def text(self) -> str:
         """The joined texts of its parts; the refusal, if it has no text."""
         return text_of(self.content) or self.refusal or ""
+
+    @property
+    def thinking(self) -> str:
+        """Its reasoning, under any of its names."""
+        return self.reasoning or self.reasoning_content or reasoning_of(self.content)
 
 
 class Speculative(Body):

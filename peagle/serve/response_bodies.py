@@ -14,18 +14,21 @@ from peagle.serve.bodies import (
     Body,
     CalledCustom,
     CalledFunction,
+    Content,
     Effort,
     Marked,
     NamedCustom,
     NamedFunction,
     NumLogprobs,
+    Past,
     PastCustomCall,
     PastFunctionCall,
-    RefusalPart,
     Text,
     TokenLimit,
     ToolName,
     qualified,
+    reasoning_of,
+    text_of,
     type_tag,
 )
 
@@ -145,47 +148,22 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class Item(Body):
+class Item(Past):
     """An item of the input. id, status: no effect; clients send them if they return an output item."""
 
     id: str | None = None
     status: str | None = None
 
 
-class InputText(Marked):
-    type: Literal["input_text", "text"]
-    text: str
-
-
-class PastText(Marked):
-    """A part of a past answer. Its other fields have no effect."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-
-
-def _tag_of_part(value: Any) -> str:
-    kind = type_tag(value)
-    return "[input_text]" if kind == "[text]" else kind
-
-
-InputPart = Annotated[
-    Annotated[InputText, Tag("[input_text]")]
-    | Annotated[PastText, Tag("[output_text]")]
-    | Annotated[RefusalPart, Tag("[refusal]")],
-    Discriminator(_tag_of_part),
-]
-InputContent = Annotated[Text | Annotated[list[InputPart], Tag("[list]")], LIST_OR_TEXT]
-
-
 class InputMessage(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: InputContent
+    content: Content
     phase: str | None = None
+
+    @property
+    def thinking(self) -> str:
+        return reasoning_of(self.content)
 
 
 class CallItem(Item):
@@ -201,7 +179,6 @@ class InputCall(CallItem):
     type: Literal["function_call"]
     name: str
     arguments: str
-    parsed_arguments: Any = None
 
     @property
     def as_in_chat(self) -> PastFunctionCall:
@@ -222,11 +199,11 @@ class InputCustomCall(CallItem):
 
 class InputResult(CallItem):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    output: InputContent
+    output: Content
     name: str | None = None
 
 
-class ReasoningText(Body):
+class ReasoningText(Past):
     type: Literal["reasoning_text", "text"]
     text: str
 
@@ -238,6 +215,10 @@ class InputReasoning(Item):
     summary: list[Any] = []
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
+
+    @property
+    def thinking(self) -> str:
+        return text_of(self.content or "")
 
 
 def _tag_of_item(value: Any) -> str:

@@ -249,7 +249,7 @@ def _answer_messages(items: Mapping[int, Item], results: Mapping[int, tuple[int,
         return [
             (ChatMessage(role="assistant", content=text), MessageNames(_name(index))) for index, text in texts.items()
         ]
-    reasoning = "".join(text_of(item.content or "") for item in items.values() if isinstance(item, InputReasoning))
+    reasoning = "".join(item.thinking for item in items.values() if isinstance(item, InputReasoning | InputMessage))
     joined = ChatMessage(
         role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
     )

@@ -227,7 +227,7 @@ def _call_messages(index: int, message: ChatMessage, results: dict[str, str], na
 
     Arguments are rendered as the model wrote them.
     """
-    before = [text for text in (message.reasoning or message.reasoning_content, message.text) if text]
+    before = [text for text in (message.thinking, message.text) if text]
     for number, call in enumerate(message.tool_calls):
         if call.id not in results:
             missing = f"{names.call(index, number)} has no result; send {names.result} {brief(call.id)}"

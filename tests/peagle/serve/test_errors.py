@@ -28,6 +28,7 @@ def said(content: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": "x"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 OF_CHATS: list[tuple[dict[str, Any], str]] = [
     # fields, a part of the message
     ({"messages": []}, "messages is empty"),
@@ -39,10 +40,10 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     (said(["x"]), "messages.0.content.0 is 'x'; expected an object"),
     (said([{"text": "x"}]), "messages.0.content.0.type is missing"),
     (said([TEXT, {"type": "text", "text": 5}]), "messages.0.content.1.text is 5; expected a text"),
-    (said([{**TEXT, "more": 1}]), "messages.0.content.0.more is not supported here"),
+    ({"tools": [{**TOOL, "more": 1}]}, "tools.0.more is not supported here"),
     (said("x", refusal="no"), "messages.0.refusal is not supported in"),
     (said("x", "assistant", audio={"id": "a"}), "messages.0.audio is not supported here"),
-    (said("x", "assistant", function_call={}), "messages.0.function_call is not supported"),
+    (said("x", "assistant", function_call={"name": "f"}), "messages.0.function_call is not supported"),
     (said("x y " * 300), "but the context holds 256"),
     ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
