@@ -14,27 +14,49 @@ from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS,
 from peagle.ops.strict_json import dumps
 from peagle.serve.names import CHAT_FIELDS, FieldNames
 
-MOST_CHOICES = 16  # of one prompt
+MOST_CHOICES = 128  # of one prompt; the limit of OpenAI's API
 MOST_PROMPTS = 64  # of one body
 MOST_TOOLS = 128  # the limit of OpenAI's API
 CUSTOM_INPUT = "input"  # the only parameter of a custom tool, which the model sees as a function
 DEFAULT_NAMESPACE = "functions"  # of tools without a namespace
 # values of unsupported fields that are accepted, since they change nothing; null always is
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
     "functions": ([],),
+    "function_call": ("auto", "none"),
     "best_of": (1,),
     "suffix": ("",),
     "store": (False,),
-    "metadata": ({},),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "use_beam_search": (False,),
     "background": (False,),
-    "truncation": ("disabled",),
-    "stream_options": ({"include_obfuscation": False},),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
+    "truncation": ("auto", "disabled"),  # auto: an input beyond the context is refused all the same
+    "stream_options": ({}, {"include_obfuscation": False}),
     "audio": ({},),
+    # vLLM's
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "priority": (0,),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "documents": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    # of SGLang and llama.cpp
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
+    "no_stop_trim": (False,),
+    "cache_prompt": (True,),
 }
 HOSTED = (  # types of tools that OpenAI's servers run
     *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search"),
@@ -53,6 +75,7 @@ TokenLimit = Annotated[int | None, published(minimum=1)]
 NumLogprobs = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
 TokenId = Annotated[int, published(minimum=0)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 def type_tag(value: Any) -> str:
@@ -390,17 +413,21 @@ class Structured(Body):
 
 
 class AnswerBody(Body):
-    """Fields of all bodies whose replies the model writes. prompt_cache_key, safety_identifier, user: no effect."""
+    """Fields of all bodies whose replies the model writes. The last ones, from user on, have no effect."""
 
     model: str | None = None
     temperature: Annotated[float, published(minimum=0, maximum=HOTTEST)] = 1.0
-    top_p: Annotated[float, published(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_p: Annotated[float, published(minimum=0, maximum=1)] = 1.0  # 0: the likeliest token
     seed: Annotated[int | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)] = None
     stream: bool = False
     speculative: Speculative | None = None
     user: str | None = None
-    prompt_cache_key: str | None = None
+    metadata: dict[str, str] = {}
     safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
 
 class Sampled(AnswerBody, Structured):
@@ -422,11 +449,16 @@ class Sampled(AnswerBody, Structured):
 
 
 class ChatBody(Sampled):
+    """verbosity, prediction: no effect."""
+
     messages: Annotated[list[ChatMessage], published(minItems=1)]
     max_completion_tokens: TokenLimit = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = None
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+    prediction: dict[str, Any] | None = None
+    add_special_tokens: Literal[False] = False  # the chat template has them
     tools: list[Tool] = []
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -439,6 +471,7 @@ class CompletionBody(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Annotated[int | None, published(minimum=0)] = None
     echo: bool = False
+    add_special_tokens: Literal[True] = True
     logprobs: NumLogprobs = None
 
     @property

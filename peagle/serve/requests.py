@@ -25,6 +25,7 @@ from peagle.serve.bodies import (
     DetokenizeBody,
     Effort,
     Sampled,
+    StreamOptions,
     TokenizeBody,
 )
 from peagle.serve.errors import ApiError
@@ -115,7 +116,7 @@ class RequestBuilder:
 
     def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
         """Make the n requests of a chat. grammar: see the method `grammar`."""
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
             raise ApiError.wrong("top_logprobs", body.top_logprobs, f"0..{MOST_LOGPROBS}")
@@ -282,7 +283,7 @@ class RequestBuilder:
         """Make n requests for each prompt. more_stops: stop tokens beside those of the model and of the body."""
         if not 1 <= body.n <= MOST_CHOICES:
             raise ApiError.wrong("n", body.n, f"1..{MOST_CHOICES}")
-        if body.stream_options is not None and not body.stream:
+        if body.stream_options not in (None, StreamOptions()) and not body.stream:
             raise ApiError(400, "stream_options is given without stream; set stream to true", "stream_options")
         stop_strings = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         self.check_ids(body.stop_token_ids, "stop_token_ids")
@@ -331,6 +332,8 @@ class RequestBuilder:
         self.check_ids([token for token, _ in bias], "logit_bias")
         values = {name: getattr(body, name) for name in SAMPLING}
         values["top_k"] = 0 if body.top_k == -1 else body.top_k  # -1 is off in vLLM
+        if body.top_p == 0:  # the likeliest token alone
+            values |= {"top_p": 1.0, "temperature": 0.0}
         values["seed"] = secrets.randbits(31) if body.seed is None else body.seed
         return SamplingParams(**{**values, "logit_bias": bias})
 
@@ -340,6 +343,8 @@ def notes(body: ChatBody) -> list[str]:
     lines, effort = [], body.reasoning_effort
     if effort in EFFORTS:
         lines.append(f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}")
+    if body.verbosity not in (None, "medium"):
+        lines.append(f"the verbosity {body.verbosity} has no effect: GPT-OSS knows none")
     if any(isinstance(tool, CustomTool) and tool.custom.format is not None for tool in body.tools):
         lines.append("the prompt shows grammars of custom tools to the model; they do not constrain the inputs")
     return lines

@@ -26,16 +26,35 @@ from peagle.serve.bodies import (
     Text,
     TokenLimit,
     ToolName,
+    Verbosity,
     qualified,
     reasoning_of,
     text_of,
     type_tag,
 )
 
+Summary = Literal["auto", "concise", "detailed"]
+Included = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    # outputs of tools that run nowhere here, and of inputs that are refused: there are none
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
+
 
 class ReasoningOptions(Body):
+    """summary, generate_summary: no effect, since replies have the reasoning itself."""
+
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None  # no effect: replies have the reasoning itself
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Literal["auto", "current_turn"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class Offered(Marked):
@@ -145,7 +164,7 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat = pydantic.Field(default_factory=lambda: TextFormat(schema=None))
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None  # no effect
 
 
 class Item(Past):
@@ -239,7 +258,7 @@ InputItem = Annotated[
 
 
 class ResponsesBody(AnswerBody):
-    """client_metadata, prompt_cache_key, safety_identifier, user: no effect."""
+    """client_metadata, max_tool_calls: no effect; no tools run here."""
 
     input: Annotated[Text | Annotated[list[InputItem], Tag("[list]")], LIST_OR_TEXT]
     instructions: str | None = None
@@ -248,9 +267,9 @@ class ResponsesBody(AnswerBody):
     tools: list[ResponsesTool] = []
     tool_choice: ChosenTool = "auto"
     parallel_tool_calls: bool = True
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
+    include: list[Included] = []
+    max_tool_calls: int | None = None
     top_logprobs: NumLogprobs = None
     text: TextOptions = TextOptions()
     store: bool = False
-    metadata: dict[str, str] = {}
     client_metadata: dict[str, Any] | None = None

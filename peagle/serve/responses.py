@@ -105,7 +105,7 @@ def as_chat(body: ResponsesBody) -> AsChat:
             400, "store is not supported here: no response is kept; set it to false", "store", "unsupported_parameter"
         )
     logprobs = LOGPROBS_OF_TEXT in body.include
-    if body.top_logprobs is not None and not logprobs:
+    if body.top_logprobs and not logprobs:
         raise ApiError(400, f"top_logprobs is given without {LOGPROBS_OF_TEXT!r}; add that to include", "top_logprobs")
     tools, messages, choice = _tools(body), _messages(body), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
@@ -115,6 +115,7 @@ def as_chat(body: ResponsesBody) -> AsChat:
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
         reasoning_effort=body.reasoning.effort,
+        verbosity=body.text.verbosity,
         tools=tools.tools,
         tool_choice=choice if isinstance(choice, str) else choice.as_in_chat,
         response_format=_response_format(body.text.format),
@@ -406,7 +407,7 @@ class ResponsesFormatter(ChannelFormatter):
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": body.text.format.model_dump(exclude_none=True, by_alias=True)},
+            "text": body.text.model_dump(exclude_none=True, by_alias=True),
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [_echo(tool) for tool in body.tools],
             "top_logprobs": body.top_logprobs or 0,
