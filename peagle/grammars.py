@@ -56,18 +56,28 @@ class Grammars:
         schemas of their arguments (None: any text). must_call: it must call one. Raises GrammarError for calls in a
         vocabulary without channels.
         """
-        tokenizer, vocabulary = self.tokenizer, self.read()
-        final, schemas = Grammar.any_text() if grammar is None else grammar, calls or {}
-        if channels and has_channels(tokenizer):
+        tokenizer, vocabulary, schemas = self.tokenizer, self.read(), dict(calls or {})
+        final = Grammar.any_text() if grammar is None else grammar
+        if not channels or not has_channels(tokenizer):
+            if any(schemas.values()):
+                raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
+            return vocabulary.compile(final)
+
+        def compiled() -> CompiledGrammar:
             written = {name: None if schema is None else inlined(schema) for name, schema in schemas.items()}
             rules = answer_rules(tokenizer, written, final=not must_call, preambles=grammar is None)
-            compiled = vocabulary.compile(final, rules)
-        elif any(schemas.values()):
-            raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
-        else:
-            compiled = vocabulary.compile(final)
-        left_out = [keyword for part in (final, *schemas.values()) if part is not None for keyword in part.left_out]
-        return dataclasses.replace(compiled, left_out=tuple(dict.fromkeys(left_out))) if left_out else compiled
+            return vocabulary.compile(final, rules)
+
+        try:
+            return compiled()
+        except GrammarError:
+            refused = dict(schemas)
+            schemas |= {name: schema.enforceable() for name, schema in refused.items() if schema is not None}
+            if schemas == refused:
+                raise
+        enforced = compiled()
+        left_out = [keyword for schema in schemas.values() if schema is not None for keyword in schema.left_out]
+        return dataclasses.replace(enforced, left_out=tuple(dict.fromkeys((*enforced.left_out, *left_out))))
 
     def begin(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
         """Start a grammar that was compiled with channels at the end of a prompt.

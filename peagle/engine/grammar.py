@@ -18,9 +18,9 @@ from typing import Any, Literal
 from peagle.engine.json_schema import (
     ANSWER,
     GrammarError,
-    Prepared,
     Tokens,
     check_size,
+    enforceable,
     has_dead_ends,
     one_line,
     plain_reason,
@@ -55,12 +55,13 @@ class Grammar:
 
     Make it with one of the class methods. Lark's notation is llguidance's. Regular expressions are those of Rust's
     regex crate: they match in linear time, and look neither ahead nor back. strict: a JSON schema with a keyword that
-    llguidance lacks is refused; else such keywords are left out.
+    llguidance refuses is refused; else such keywords are left out. left_out: those that were.
     """
 
     kind: GrammarKind
     text: str
     strict: bool = True
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if len(self.text) > LONGEST_GRAMMAR:
@@ -78,10 +79,13 @@ class Grammar:
         names = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}
         return names.get(self.kind, "grammar")
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """The keywords of its JSON schema that are not enforced."""
-        return _prepared(self.text, self.strict).left_out if self.kind == "json_schema" else ()
+    def enforceable(self) -> "Grammar":
+        """Return the grammar that a refused one becomes, itself if nothing can be left out.
+
+        Raises GrammarError for a JSON schema that cannot be used, with the place of its fault.
+        """
+        text, left_out = _enforceable(self.text, self.strict) if self.kind == "json_schema" else (self.text, ())
+        return replace(self, text=text, left_out=left_out) if left_out else self
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, strict: bool = True) -> "Grammar":
@@ -133,12 +137,13 @@ class Grammar:
 def inlined(schema: Grammar) -> str:
     """Write a JSON schema as the right side of a rule in Lark's notation, for rules around it."""
     assert schema.kind == "json_schema"
-    return f"%json {dumps(_prepared(schema.text, schema.strict).source)}"
+    return f"%json {dumps(prepare(json.loads(schema.text)))}"
 
 
-@functools.lru_cache(64)
-def _prepared(text: str, strict: bool) -> Prepared:
-    return prepare(json.loads(text), strict)
+@functools.lru_cache(128)  # of all tools of a chat
+def _enforceable(text: str, strict: bool) -> tuple[str, tuple[str, ...]]:
+    schema, left_out = enforceable(json.loads(text), strict)
+    return dumps(schema), tuple(left_out)
 
 
 @dataclass(frozen=True)
@@ -192,10 +197,12 @@ class Vocabulary:
             matcher.compute_bitmask()
         seconds = time.monotonic() - began
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            if (enforced := grammar.enforceable()) != grammar:
+                return self.compile(enforced, around)
             reason = _reason(matcher)
             expected = "one that some text satisfies" if reason == UNSATISFIABLE else EXPECTED[grammar.kind]
             raise GrammarError(f"the {grammar.name} cannot be used: {reason}; expected {expected}")
-        compiled = CompiledGrammar(grammar, around, self, matcher, text, seconds)
+        compiled = CompiledGrammar(grammar, around, self, matcher, text, seconds, left_out=grammar.left_out)
         with self._lock:
             self._kept[key] = compiled
             while len(self._kept) > MOST_KEPT:
@@ -221,7 +228,7 @@ class Vocabulary:
     def _translated(self, grammar: Grammar) -> dict[str, Any]:
         text, library = grammar.text, self._library
         if grammar.kind == "json_schema":
-            return {"json_schema": _prepared(text, grammar.strict).source}
+            return {"json_schema": prepare(json.loads(text))}
         if grammar.kind == "choice":
             return {"lark_grammar": "start: " + " | ".join(map(dumps, json.loads(text)))}
         if grammar.kind == "regex":

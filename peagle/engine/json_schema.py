@@ -42,29 +42,21 @@ class GrammarError(InputError):
     """A grammar cannot be compiled, or a request cannot follow it any further."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A schema for llguidance. left_out: its keywords that are not enforced."""
-
-    schema: Any
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def source(self) -> dict[str, Any]:
-        """The schema with limited white space."""
-        fields = self.schema if isinstance(self.schema, dict) else {"allOf": [self.schema]}
-        return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+def prepare(schema: Any) -> dict[str, Any]:
+    """Rewrite a schema for llguidance: without what constrains nothing, without dead ends, with limited white space."""
+    schema = _without_dead_ends(_simplified(schema))
+    fields = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
-def prepare(schema: Any, strict: bool) -> Prepared:
-    """Rewrite a schema for llguidance.
+def enforceable(schema: Any, strict: bool) -> tuple[Any, list[str]]:
+    """Return (the schema without keywords that llguidance refuses, these keywords). Slow: call it for refused schemas.
 
-    strict: raises GrammarError for a keyword that it refuses; else such keywords are left out. Raises GrammarError for
-    an invalid schema, and for one that no text satisfies.
+    Raises GrammarError for an invalid schema, for one that no text satisfies, and, if strict, for such a keyword.
     """
     schema = _simplified(schema)
     if _refusal(schema) is None:
-        return Prepared(_without_dead_ends(schema))
+        return schema, []
     faults = [*_faults(schema)]
     if strict and faults:
         raise GrammarError(f"the JSON schema cannot be used: {faults[0]}")
@@ -73,8 +65,7 @@ def prepare(schema: Any, strict: bool) -> Prepared:
         raise GrammarError(f"the JSON schema cannot be used: {overlap}")
     if (reason := _refusal(schema)) is not None:
         raise GrammarError(f"the JSON schema cannot be used: {_placed(schema, reason)}")
-    faults += [] if overlap is None else [overlap]
-    return Prepared(_without_dead_ends(schema), tuple(dict.fromkeys(fault.keyword for fault in faults)))
+    return schema, [*dict.fromkeys(fault.keyword for fault in (*faults, *([] if overlap is None else [overlap])))]
 
 
 def map_schemas(schema: Mapping[str, Any], function: Callable[[Any, str], Any], path: str = "#") -> dict[str, Any]:
