@@ -34,7 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": ({},),
     # vLLM's
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -495,4 +495,5 @@ class DetokenizeBody(Body):
 
 
 def _is_neutral(key: str, value: Any) -> bool:
-    return any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(key, ()))
+    is_bool = isinstance(value, bool)  # in Python, 1 equals True
+    return any(value == neutral and is_bool == isinstance(neutral, bool) for neutral in NEUTRAL.get(key, ()))
