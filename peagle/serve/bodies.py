@@ -169,20 +169,20 @@ class RefusalPart(Past):
         return self.refusal
 
 
-PART_TAGS = {"[input_text]": "[text]", "[output_text]": "[text]"}
-PART_TAGS |= {"[thinking]": "[reasoning]", "[redacted_thinking]": "[reasoning]"}
+_PART_TAGS = {"[input_text]": "[text]", "[output_text]": "[text]"}
+_PART_TAGS |= {"[thinking]": "[reasoning]", "[redacted_thinking]": "[reasoning]"}
 
 
-def tag_of_part(value: Any) -> str:
+def _tag_of_part(value: Any) -> str:
     kind = type_tag(value)
-    return PART_TAGS.get(kind, kind)
+    return _PART_TAGS.get(kind, kind)
 
 
 ContentPart = Annotated[
     Annotated[TextPart, Tag("[text]")]
     | Annotated[RefusalPart, Tag("[refusal]")]
     | Annotated[ReasoningPart, Tag("[reasoning]")],
-    Discriminator(tag_of_part),
+    Discriminator(_tag_of_part),
 ]
 Text = Annotated[str, Tag("[text]")]
 Content = Annotated[Text | Annotated[list[ContentPart], Tag("[list]")], LIST_OR_TEXT]
@@ -356,6 +356,8 @@ class ChatMessage(Past):
     reasoning_content: str | None = None
     audio: Unsupported = None
     function_call: Unsupported = None
+    images: Unsupported = None
+    attachments: Unsupported = None
 
     @property
     def text(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from peagle.engine.grammar import Grammar, GrammarError
-from peagle.serve.bodies import ChatBody, JsonSchema, Structured
+from peagle.serve.bodies import ChatBody, JsonSchema, ResponseFormat, Structured
 from peagle.serve.errors import ApiError
 from peagle.serve.tools import must_call
 
@@ -15,7 +15,8 @@ def constraint_field(body: Structured) -> str | None:
     if tools and must_call(choice):
         return "tools"
     for name in Structured.model_fields:
-        if getattr(body, name) is not None:
+        value = getattr(body, name)
+        if value is not None and not (isinstance(value, ResponseFormat) and value.type == "text"):
             return body.names.response_format if name == "response_format" else name
     return "tools" if choice == "auto" and any(tool.function.strict for tool in tools) else None
 

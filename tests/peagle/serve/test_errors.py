@@ -43,6 +43,8 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "more": 1}]}, "tools.0.more is not supported here"),
     (said("x", refusal="no"), "messages.0.refusal is not supported in"),
     (said("x", "assistant", audio={"id": "a"}), "messages.0.audio is not supported here"),
+    (said("x", images=["data:"]), "messages.0.images is not supported here"),
+    (said("x", attachments=[{"url": "a"}]), "messages.0.attachments is not supported here"),
     (said("x", "assistant", function_call={"name": "f"}), "messages.0.function_call is not supported"),
     (said("x y " * 300), "but the context holds 256"),
     ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),

@@ -16,7 +16,7 @@ from peagle.serve.http import parse
 from peagle.serve.structured import grammar_of
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import STOP, toy_pair
-from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, K, answer, client_of, error_of, stream
+from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, RESPONSES, K, answer, client_of, error_of, stream
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -70,6 +70,16 @@ def test_a_field_is_the_grammar_of_the_python_interface(fields: dict[str, Any], 
         (read, name) = grammar_of(body) or (None, "")
         assert read == grammar
         assert name.startswith(next(iter(fields)))
+
+
+def test_a_format_of_any_text_constrains_nothing(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """So such a request does not wait for the grammars of others."""
+    service = make()
+    monkeypatch.setattr(service, "_compiling", True)
+    client, form = client_of(service), {"type": "text"}
+    answer(client, CHAT, {"messages": MESSAGES, "max_tokens": 1, "response_format": form})
+    answer(client, RESPONSES, {"input": "hello", "max_output_tokens": 1, "text": {"format": form}})
+    answer(client, RESPONSES, {"input": "hello", "max_output_tokens": 1})
 
 
 @pytest.mark.parametrize(("fields", "grammar"), [FIELDS[1], FIELDS[5]])
