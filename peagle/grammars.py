@@ -1,5 +1,6 @@
 """Compile grammars for a pair: for its vocabulary, within the channels of its chat template."""
 
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -55,15 +56,28 @@ class Grammars:
         schemas of their arguments (None: any text). must_call: it must call one. Raises GrammarError for calls in a
         vocabulary without channels.
         """
-        tokenizer = self.tokenizer
+        tokenizer, vocabulary, schemas = self.tokenizer, self.read(), dict(calls or {})
         final = Grammar.any_text() if grammar is None else grammar
-        if channels and has_channels(tokenizer):
-            written = {name: None if schema is None else inlined(schema) for name, schema in (calls or {}).items()}
+        if not channels or not has_channels(tokenizer):
+            if any(schemas.values()):
+                raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
+            return vocabulary.compile(final)
+
+        def compiled() -> CompiledGrammar:
+            written = {name: None if schema is None else inlined(schema) for name, schema in schemas.items()}
             rules = answer_rules(tokenizer, written, final=not must_call, preambles=grammar is None)
-            return self.read().compile(final, rules)
-        if any((calls or {}).values()):
-            raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
-        return self.read().compile(final)
+            return vocabulary.compile(final, rules)
+
+        try:
+            return compiled()
+        except GrammarError:
+            refused = dict(schemas)
+            schemas |= {name: schema.enforceable() for name, schema in refused.items() if schema is not None}
+            if schemas == refused:
+                raise
+        enforced = compiled()
+        left_out = [keyword for schema in schemas.values() if schema is not None for keyword in schema.left_out]
+        return dataclasses.replace(enforced, left_out=tuple(dict.fromkeys((*enforced.left_out, *left_out))))
 
     def begin(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
         """Start a grammar that was compiled with channels at the end of a prompt.

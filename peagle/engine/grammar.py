@@ -5,10 +5,8 @@ request has a Matcher, which reads the emitted tokens and gives the masks of a s
 """
 
 import collections
-import decimal
 import functools
 import json
-import math
 import os
 import re
 import threading
@@ -17,38 +15,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from peagle.ops.errors import InputError, not_installed
+from peagle.engine.json_schema import (
+    ANSWER,
+    GrammarError,
+    Tokens,
+    check_size,
+    enforceable,
+    has_dead_ends,
+    one_line,
+    plain_reason,
+    prepare,
+)
+from peagle.ops.errors import not_installed
 from peagle.ops.strict_json import dumps
 
 LONGEST_GRAMMAR = 100_000  # characters
-DEEPEST_SCHEMA = 64
-MOST_KEYS = 1000  # per object of a schema; compile time grows with the square of the number of properties
 MOST_CHOICES_OF_TEXT = 1024
-LARGEST_MULTIPLE = 10_000  # of the least common multiple of all multipleOf, which is the size of their automaton
 MOST_SCHEMAS = 8  # %json schemas in one grammar
-WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; without a limit, a model may write it forever
-ANSWER = "answer"  # name of the grammar's rule, for rules around it
 MOST_KEPT = 32  # compiled grammars
 LONGEST_RENEWAL_S = 0.5  # per matcher; all other requests wait meanwhile
 # options that count tokens or take back emitted ones: masks must depend on the emitted tokens alone
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
 _RULE_OPTIONS = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*\[([^\]]*)\]", re.MULTILINE)
 
-# llguidance's message about a regular expression: the expression, a mark below the wrong character, the problem
-_REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+ *\nerror: (.*)")
 UNSATISFIABLE = "no text satisfies it"
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 EXPECTED: Mapping[GrammarKind, str] = {
-    "json_schema": "a valid JSON Schema, of keywords that llguidance supports",
+    "json_schema": "a valid JSON Schema",
     "regex": "one of Rust's regex crate, which looks neither ahead nor back",
     "choice": "texts",
     "lark": "Lark's notation, as of llguidance, or GBNF",
 }
-
-
-class GrammarError(InputError):
-    """A grammar cannot be compiled, or a request cannot follow it any further."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,14 @@ class Grammar:
     """The whole text of an answer, by a JSON schema, regular expression, choice of texts, or Lark or GBNF grammar.
 
     Make it with one of the class methods. Lark's notation is llguidance's. Regular expressions are those of Rust's
-    regex crate: they match in linear time, and look neither ahead nor back.
+    regex crate: they match in linear time, and look neither ahead nor back. strict: a JSON schema with a keyword that
+    llguidance refuses is refused; else such keywords are left out. left_out: those that were.
     """
 
     kind: GrammarKind
     text: str
+    strict: bool = True
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if len(self.text) > LONGEST_GRAMMAR:
@@ -78,8 +79,16 @@ class Grammar:
         names = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}
         return names.get(self.kind, "grammar")
 
+    def enforceable(self) -> "Grammar":
+        """Return the grammar that a refused one becomes, itself if nothing can be left out.
+
+        Raises GrammarError for a JSON schema that cannot be used, with the place of its fault.
+        """
+        text, left_out = _enforceable(self.text, self.strict) if self.kind == "json_schema" else (self.text, ())
+        return replace(self, text=text, left_out=left_out) if left_out else self
+
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "Grammar":
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str, strict: bool = True) -> "Grammar":
         """Describe a JSON text by a JSON schema, or by a schema's JSON text.
 
         Raises GrammarError for a schema that is too large or too deep.
@@ -90,12 +99,12 @@ class Grammar:
             raise GrammarError("the JSON schema is not valid JSON; expected an object") from None
         if not isinstance(parsed, Mapping | bool):
             raise GrammarError(f"the JSON schema is {type(parsed).__name__}; expected an object")
-        _check_schema(parsed)
+        check_size(parsed)
         try:
             text = dumps(parsed)
         except (TypeError, ValueError) as error:
             raise GrammarError(f"the JSON schema cannot be written as JSON: {error}") from None
-        return cls("json_schema", text)
+        return cls("json_schema", text, strict)
 
     @classmethod
     def any_text(cls) -> "Grammar":
@@ -128,104 +137,13 @@ class Grammar:
 def inlined(schema: Grammar) -> str:
     """Write a JSON schema as the right side of a rule in Lark's notation, for rules around it."""
     assert schema.kind == "json_schema"
-    return f"%json {dumps(_prepared(schema.text))}"
+    return f"%json {dumps(prepare(json.loads(schema.text)))}"
 
 
-def _prepared(text: str) -> dict[str, Any]:
-    """Rewrite a schema for llguidance: without dead ends, with limited white space."""
-    schema = _without_dead_ends(json.loads(text))
-    fields = schema if isinstance(schema, dict) else {"allOf": [schema]}
-    return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-
-
-def _without_dead_ends(schema: Any) -> Any:
-    """Leave out patternProperties that match only names in properties; those properties get the patterns' schemas.
-
-    With such a pattern, llguidance allows a comma after the last property, although no name can follow it.
-    """
-    if isinstance(schema, list):
-        return [_without_dead_ends(inner) for inner in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = {key: _without_dead_ends(value) for key, value in schema.items()}
-    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
-    required = schema.get("required", [])
-    if not isinstance(patterns, dict) or not isinstance(properties, dict) or not isinstance(required, list):
-        return schema
-    names = [name for name in dict.fromkeys([*properties, *required]) if isinstance(name, str)]
-    covered = [pattern for pattern in patterns if names and _covers(names, pattern)]
-    if not covered:
-        return schema
-    for pattern in covered:
-        matching = [name for name in names if _matches(name, pattern)]
-        both = {name: {"allOf": [properties.get(name, True), patterns[pattern]]} for name in matching}
-        properties = {**properties, **both}
-    others = {pattern: value for pattern, value in patterns.items() if pattern not in covered}
-    return {**schema, "patternProperties": others, "properties": properties}
-
-
-def _covers(names: Sequence[str], pattern: str) -> bool:
-    """Whether a pattern matches no name but these."""
-    none = {"properties": dict.fromkeys(names, False), "patternProperties": {pattern: True}}
-    matcher = _after("{", {"type": "object", "additionalProperties": False, **none})
-    if matcher.is_error():  # an invalid pattern
-        return False
-    place, bit = divmod(ord('"'), 8)
-    return not matcher.compute_bitmask()[place] >> bit & 1
-
-
-def _matches(name: str, pattern: str) -> bool:
-    schema = {"type": "object", "additionalProperties": False, "patternProperties": {pattern: True}}
-    return not _after(f"{{{dumps(name, ensure_ascii=False)}:", schema).is_error()
-
-
-def _after(text: str, schema: dict[str, Any]) -> Any:
-    """Make llguidance's matcher of a schema over single bytes, after it has read a text."""
-    library, tokenizer = _bytes_alone()
-    top = {"name": "top", "lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: @{ANSWER}'}
-    source = dumps({"grammars": [top, {"name": ANSWER, "json_schema": schema}]})
-    matcher = library.LLMatcher(tokenizer, source, log_level=0)
-    matcher.consume_tokens([*text.encode()])
-    return matcher
-
-
-@functools.cache
-def _bytes_alone() -> tuple[Any, Any]:
-    """Return (llguidance, its vocabulary of single bytes)."""
-    import llguidance
-
-    tokens = _Tokens([*(bytes([byte]) for byte in range(256)), b"end"], [256])
-    return llguidance, llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
-
-
-def _check_schema(*schemas: Any) -> None:
-    """Raise GrammarError for schemas that are too deep, or whose numbers together need too large an automaton."""
-    level, depth, multiple = [*schemas], 0, 1
-    while level:
-        depth += 1
-        if depth > DEEPEST_SCHEMA:
-            raise GrammarError(f"the JSON schema is nested deeper than {DEEPEST_SCHEMA} levels; make it flatter")
-        for node in level:
-            if isinstance(node, float) and not math.isfinite(node):
-                raise GrammarError("the JSON schema holds a number that is not finite; leave it out")
-            if isinstance(node, Mapping) and len(node) > MOST_KEYS:
-                raise GrammarError(f"an object of the JSON schema has {len(node)} keys; expected at most {MOST_KEYS}")
-            if isinstance(node, Mapping) and "multipleOf" in node:
-                multiple = math.lcm(multiple, _without_point(node["multipleOf"]))
-        if multiple > LARGEST_MULTIPLE:
-            raise GrammarError(
-                f"the least common multiple of the JSON schema's multipleOf is too large; expected at most "
-                f"{LARGEST_MULTIPLE}"
-            )
-        nodes = [list(node.values()) if isinstance(node, Mapping) else node for node in level]
-        level = [child for node in nodes if isinstance(node, list) for child in node]
-
-
-def _without_point(number: Any) -> int:
-    """Read 0.25 as 25. Anything but a positive number counts as 1: llguidance refuses it later."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-        return 1
-    return max(1, int("".join(map(str, decimal.Decimal(repr(number)).normalize().as_tuple().digits))))
+@functools.lru_cache(128)  # of all tools of a chat
+def _enforceable(text: str, strict: bool) -> tuple[str, tuple[str, ...]]:
+    schema, left_out = enforceable(json.loads(text), strict)
+    return dumps(schema), tuple(left_out)
 
 
 @dataclass(frozen=True)
@@ -252,7 +170,7 @@ class Vocabulary:
         self._library = llguidance
         self.size = len(token_bytes)
         # an end token of our own follows the vocabulary: its bit in a mask says whether the text may end there
-        tokens = _Tokens([*token_bytes, b"end"], [*control_ids, self.size])
+        tokens = Tokens([*token_bytes, b"end"], [*control_ids, self.size])
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self.threads = llguidance.LLExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
@@ -279,10 +197,12 @@ class Vocabulary:
             matcher.compute_bitmask()
         seconds = time.monotonic() - began
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            if (enforced := grammar.enforceable()) != grammar:
+                return self.compile(enforced, around)
             reason = _reason(matcher)
             expected = "one that some text satisfies" if reason == UNSATISFIABLE else EXPECTED[grammar.kind]
             raise GrammarError(f"the {grammar.name} cannot be used: {reason}; expected {expected}")
-        compiled = CompiledGrammar(grammar, around, self, matcher, text, seconds)
+        compiled = CompiledGrammar(grammar, around, self, matcher, text, seconds, left_out=grammar.left_out)
         with self._lock:
             self._kept[key] = compiled
             while len(self._kept) > MOST_KEPT:
@@ -308,7 +228,7 @@ class Vocabulary:
     def _translated(self, grammar: Grammar) -> dict[str, Any]:
         text, library = grammar.text, self._library
         if grammar.kind == "json_schema":
-            return {"json_schema": _prepared(text)}
+            return {"json_schema": prepare(json.loads(text))}
         if grammar.kind == "choice":
             return {"lark_grammar": "start: " + " | ".join(map(dumps, json.loads(text)))}
         if grammar.kind == "regex":
@@ -334,8 +254,8 @@ def _check_lark(lark: str) -> None:
         schemas.append(schema)
     if len(schemas) > MOST_SCHEMAS:
         raise GrammarError(f"the grammar holds {len(schemas)} schemas by %json; expected at most {MOST_SCHEMAS}")
-    _check_schema(*schemas)
-    if _without_dead_ends(schemas) != schemas:
+    check_size(*schemas)
+    if any(map(has_dead_ends, schemas)):
         raise GrammarError(
             "patternProperties of a schema by %json in the grammar match only names of its properties; leave them out"
         )
@@ -347,23 +267,8 @@ def _from_gbnf(text: str) -> str:
     try:
         lark: str = any_to_lark(text)
     except Exception as error:  # the converter does not document its errors
-        raise GrammarError(f"the grammar cannot be read as GBNF: {_one_line(str(error))}") from None
+        raise GrammarError(f"the grammar cannot be read as GBNF: {one_line(str(error))}") from None
     return lark
-
-
-@dataclass
-class _Tokens:
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    bos_token_id = None
-
-    @property
-    def eos_token_id(self) -> int:
-        return len(self.tokens) - 1
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Encode a text that the grammar forces; without forcing nothing is encoded."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -373,6 +278,7 @@ class CompiledGrammar:
     All its matchers share one automaton, which grows by every state that any of them reaches, drafts included
     (llguidance's `deep_copy` copies the parser, not the lexer). If the automaton reaches its limits, a matcher makes
     its own (`Matcher.renew`). source: in llguidance's notation. compile_s: seconds of compilation.
+    left_out: keywords of its JSON schemas that are not enforced.
     """
 
     grammar: Grammar
@@ -382,6 +288,7 @@ class CompiledGrammar:
     source: str = field(repr=False, compare=False)
     compile_s: float = field(repr=False, compare=False)
     begun_by: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def after(self, token_ids: Sequence[int]) -> "CompiledGrammar":
         """Begin after these last tokens of the prompt. Raises GrammarError if the rules do not allow them."""
@@ -461,12 +368,4 @@ def _reason(matcher: Any) -> str:
     message = matcher.get_error()
     if not message or message.startswith("NoExtension"):
         return UNSATISFIABLE
-    wrong = _REGEX_ERROR.search(message)
-    if wrong is not None:
-        return _one_line(f"{wrong[3]} at character {len(wrong[2]) + 1} of {wrong[1]}")
-    return _one_line(message.removesuffix("<non-verbose/>"))
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else line[:300] + "..."
+    return plain_reason(message)

@@ -1,40 +1,62 @@
 """The bodies of requests, as pydantic models, from which `/openapi.json` is made. See response_bodies.py, too.
 
-Unknown fields are refused by name. Ranges are only published here; the code that uses a value checks its range
-(`peagle.config`, `peagle.engine.request`).
+Unknown fields are refused by name, except in past messages (`Past`). Ranges are only published here; the code that uses
+a value checks its range (`peagle.config`, `peagle.engine.request`).
 """
 
 from typing import Annotated, Any, Literal
 
 import pydantic
+import pydantic_core
 from pydantic import Discriminator, Tag
 
 from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
 from peagle.ops.strict_json import dumps
 from peagle.serve.names import CHAT_FIELDS, FieldNames
 
-MOST_CHOICES = 16  # of one prompt
+MOST_CHOICES = 128  # of one prompt; the limit of OpenAI's API
 MOST_PROMPTS = 64  # of one body
 MOST_TOOLS = 128  # the limit of OpenAI's API
 CUSTOM_INPUT = "input"  # the only parameter of a custom tool, which the model sees as a function
 DEFAULT_NAMESPACE = "functions"  # of tools without a namespace
 # values of unsupported fields that are accepted, since they change nothing; null always is
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
     "functions": ([],),
+    "function_call": ("auto", "none"),
     "best_of": (1,),
     "suffix": ("",),
     "store": (False,),
-    "metadata": ({},),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "use_beam_search": (False,),
     "background": (False,),
-    "truncation": ("disabled",),
-    "stream_options": ({"include_obfuscation": False},),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
+    "truncation": ("auto", "disabled"),  # auto: an input beyond the context is refused all the same
+    "stream_options": ({}, {"include_obfuscation": False}),
     "audio": ({},),
-    "annotations": ([],),
+    # vLLM's
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "priority": (0,),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "documents": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    # of SGLang and llama.cpp
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
+    "no_stop_trim": (False,),
+    "cache_prompt": (True,),
 }
 HOSTED = (  # types of tools that OpenAI's servers run
     *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search"),
@@ -59,6 +81,7 @@ TokenLimit = Annotated[Whole | None, published(minimum=1)]
 NumLogprobs = Annotated[Whole | None, published(minimum=0, maximum=MOST_LOGPROBS)]
 TokenId = Annotated[int, published(minimum=0)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 def type_tag(value: Any) -> str:
@@ -98,6 +121,20 @@ class Body(pydantic.BaseModel):
         }
 
 
+class Past(Body):
+    """An object of a past message. Its unknown fields have no effect: other servers write many into their answers."""
+
+    model_config = pydantic.ConfigDict(extra="ignore")
+
+
+def _refuse(value: Any) -> None:
+    if value:
+        raise pydantic_core.PydanticCustomError("extra_forbidden", "is not supported")
+
+
+Unsupported = Annotated[None, pydantic.BeforeValidator(_refuse)]  # a field that no prompt can have; it may be empty
+
+
 class Marked(Body):
     """An object that clients mark for prompt caching. No effect: the prefix cache sees every prompt."""
 
@@ -113,12 +150,21 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class TextPart(Marked):
-    type: Literal["text"]
+class TextPart(Past):
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(Body):
+class ReasoningPart(Past):
+    """Reasoning of a past answer, under the names of several APIs. The prompt has it only if calls follow it."""
+
+    type: Literal["reasoning", "thinking", "redacted_thinking"]
+    text: str = ""
+    reasoning: str = ""
+    thinking: str = ""
+
+
+class RefusalPart(Past):
     """The refusal of a past answer."""
 
     type: Literal["refusal"]
@@ -129,7 +175,21 @@ class RefusalPart(Body):
         return self.refusal
 
 
-ContentPart = Annotated[Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], BY_TYPE]
+_PART_TAGS = {"[input_text]": "[text]", "[output_text]": "[text]"}
+_PART_TAGS |= {"[thinking]": "[reasoning]", "[redacted_thinking]": "[reasoning]"}
+
+
+def _tag_of_part(value: Any) -> str:
+    kind = type_tag(value)
+    return _PART_TAGS.get(kind, kind)
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("[text]")]
+    | Annotated[RefusalPart, Tag("[refusal]")]
+    | Annotated[ReasoningPart, Tag("[reasoning]")],
+    Discriminator(_tag_of_part),
+]
 Text = Annotated[str, Tag("[text]")]
 Content = Annotated[Text | Annotated[list[ContentPart], Tag("[list]")], LIST_OR_TEXT]
 
@@ -206,8 +266,16 @@ class ToolName(Body):
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, or of its parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    """Return the text of a message's content, or of its parts, without reasoning."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content if not isinstance(part, ReasoningPart))
+
+
+def reasoning_of(content: Any) -> str:
+    """Return the reasoning in the parts of a message's content."""
+    parts = [] if isinstance(content, str) else [part for part in content if isinstance(part, ReasoningPart)]
+    return "".join(part.thinking or part.reasoning or part.text for part in parts)
 
 
 def qualified(namespace: str | None, name: str) -> str:
@@ -243,33 +311,26 @@ ToolChoice = Annotated[
 ]
 
 
-class CalledFunction(Body):
-    """parsed_arguments: no effect; clients send it if they return a parsed message."""
-
+class CalledFunction(Past):
     name: str
     arguments: str
-    parsed_arguments: Any = None
 
 
-class CalledCustom(Body):
+class CalledCustom(Past):
     name: str
     input: str
 
 
-class PastFunctionCall(Body):
-    """A call in a past answer. index: no effect; clients send it if they return the calls of a stream."""
-
+class PastFunctionCall(Past):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Whole | None = None
 
 
-class PastCustomCall(Body):
+class PastCustomCall(Past):
     id: str
     type: Literal["custom"]
     custom: CalledCustom
-    index: Whole | None = None
 
     @property
     def function(self) -> CalledFunction:
@@ -288,12 +349,8 @@ PastCall = Annotated[
 ]
 
 
-class ChatMessage(Marked):
-    """A message of a chat.
-
-    reasoning: the prompt has it only if calls follow it, as chat templates do. parsed: no effect; clients send it if
-    they return a parsed message.
-    """
+class ChatMessage(Past):
+    """A message of a chat. reasoning: the prompt has it only if calls follow it, as chat templates do."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
@@ -303,12 +360,20 @@ class ChatMessage(Marked):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    parsed: Any = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    images: Unsupported = None
+    attachments: Unsupported = None
 
     @property
     def text(self) -> str:
         """The joined texts of its parts; the refusal, if it has no text."""
         return text_of(self.content) or self.refusal or ""
+
+    @property
+    def thinking(self) -> str:
+        """Its reasoning, under any of its names."""
+        return self.reasoning or self.reasoning_content or reasoning_of(self.content)
 
 
 class Speculative(Body):
@@ -318,7 +383,7 @@ class Speculative(Body):
 
 
 class JsonSchema(Body):
-    """A schema with its name. strict: no effect, since every answer follows its schema."""
+    """A schema with its name. strict: a keyword that cannot be enforced is refused, not left out."""
 
     name: str
     description: str | None = None
@@ -356,17 +421,21 @@ class Structured(Body):
 
 
 class AnswerBody(Body):
-    """Fields of all bodies whose replies the model writes. prompt_cache_key, safety_identifier, user: no effect."""
+    """Fields of all bodies whose replies the model writes. The last ones, from user on, have no effect."""
 
     model: str | None = None
     temperature: Annotated[float, published(minimum=0, maximum=HOTTEST)] = 1.0
-    top_p: Annotated[float, published(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_p: Annotated[float, published(minimum=0, maximum=1)] = 1.0  # 0: the likeliest token
     seed: Annotated[Whole | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)] = None
     stream: bool = False
     speculative: Speculative | None = None
     user: str | None = None
-    prompt_cache_key: str | None = None
+    metadata: dict[str, str] = {}
     safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
 
 class Sampled(AnswerBody, Structured):
@@ -388,11 +457,16 @@ class Sampled(AnswerBody, Structured):
 
 
 class ChatBody(Sampled):
+    """verbosity, prediction: no effect."""
+
     messages: Annotated[list[ChatMessage], published(minItems=1)]
     max_completion_tokens: TokenLimit = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = None
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+    prediction: dict[str, Any] | None = None
+    add_special_tokens: Literal[False] = False  # the chat template has them
     tools: list[Tool] = []
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -405,6 +479,7 @@ class CompletionBody(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Annotated[Whole | None, published(minimum=0)] = None
     echo: bool = False
+    add_special_tokens: Literal[True] = True
     logprobs: NumLogprobs = None
 
     @property
@@ -428,4 +503,5 @@ class DetokenizeBody(Body):
 
 
 def _is_neutral(key: str, value: Any) -> bool:
-    return any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(key, ()))
+    is_bool = isinstance(value, bool)  # in Python, 1 equals True
+    return any(value == neutral and is_bool == isinstance(neutral, bool) for neutral in NEUTRAL.get(key, ()))

@@ -25,13 +25,14 @@ from peagle.serve.bodies import (
     DetokenizeBody,
     Effort,
     Sampled,
+    StreamOptions,
     TokenizeBody,
 )
 from peagle.serve.errors import ApiError
 from peagle.serve.instructions import INSTRUCTION_ROLES, as_instructions, instructions_first
 from peagle.serve.names import CHAT_FIELDS, FieldNames
 from peagle.serve.structured import constraint_field, grammar_error, grammar_of
-from peagle.serve.tools import begin_call, call_grammars, parameters_of, template_messages, template_tools
+from peagle.serve.tools import begin_call, call_grammars, must_call, parameters_of, template_messages, template_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import check_encodable
 from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize
@@ -87,19 +88,23 @@ class RequestBuilder:
             raise grammar_error(error, field) from None
 
     def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, field: str | None) -> CompiledGrammar | None:
-        """Compile the grammar of final messages and calls. grammar, field: of the final message."""
+        """Compile the grammar of final messages and calls. grammar, field: of the final message.
+
+        An answer that must be a call has no final message, so a format of it constrains nothing, as in OpenAI's API.
+        """
         tools, only = template_tools(body.tools, body.tool_choice, supported=True, names=body.names)
         calls = call_grammars(body.tools, body.tool_choice, body.names) if tools else {}
-        must_call = only is not None or body.tool_choice == "required"
-        if must_call and grammar is not None:
-            message = "tool_choice makes the answer a call, so no other field can constrain it; set it to 'auto'"
+        must = must_call(body.tool_choice)
+        if must and grammar is not None and body.response_format is None:
+            message = f"tool_choice makes the answer a call, which {field} cannot constrain; leave one of them out"
             raise ApiError(400, message, "tool_choice")
+        grammar = None if must else grammar
         if grammar is None and not any(calls.values()):
             return None
         try:
             if only is not None:  # the prompt ends with the call's header
                 return self.pair.grammars.compile(calls[only], channels=False)
-            return self.pair.grammars.compile(grammar, channels=True, calls=calls, must_call=must_call)
+            return self.pair.grammars.compile(grammar, channels=True, calls=calls, must_call=must)
         except GrammarError as error:
             for function, schema in calls.items():  # find the one that cannot be compiled
                 try:
@@ -111,7 +116,7 @@ class RequestBuilder:
 
     def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
         """Make the n requests of a chat. grammar: see the method `grammar`."""
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
             raise ApiError.wrong("top_logprobs", body.top_logprobs, f"0..{MOST_LOGPROBS}")
@@ -278,7 +283,7 @@ class RequestBuilder:
         """Make n requests for each prompt. more_stops: stop tokens beside those of the model and of the body."""
         if not 1 <= body.n <= MOST_CHOICES:
             raise ApiError.wrong("n", body.n, f"1..{MOST_CHOICES}")
-        if body.stream_options is not None and not body.stream:
+        if body.stream_options not in (None, StreamOptions()) and not body.stream:
             raise ApiError(400, "stream_options is given without stream; set stream to true", "stream_options")
         stop_strings = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         self.check_ids(body.stop_token_ids, "stop_token_ids")
@@ -327,6 +332,8 @@ class RequestBuilder:
         self.check_ids([token for token, _ in bias], "logit_bias")
         values = {name: getattr(body, name) for name in SAMPLING}
         values["top_k"] = 0 if body.top_k == -1 else body.top_k  # -1 is off in vLLM
+        if body.top_p == 0:  # the likeliest token alone
+            values |= {"top_p": 1.0, "temperature": 0.0}
         values["seed"] = secrets.randbits(31) if body.seed is None else body.seed
         return SamplingParams(**{**values, "logit_bias": bias})
 
@@ -336,6 +343,8 @@ def notes(body: ChatBody) -> list[str]:
     lines, effort = [], body.reasoning_effort
     if effort in EFFORTS:
         lines.append(f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}")
+    if body.verbosity not in (None, "medium"):
+        lines.append(f"the verbosity {body.verbosity} has no effect: GPT-OSS knows none")
     if any(isinstance(tool, CustomTool) and tool.custom.format is not None for tool in body.tools):
         lines.append("the prompt shows grammars of custom tools to the model; they do not constrain the inputs")
     return lines

@@ -14,25 +14,47 @@ from peagle.serve.bodies import (
     Body,
     CalledCustom,
     CalledFunction,
+    Content,
     Effort,
     Marked,
     NamedCustom,
     NamedFunction,
     NumLogprobs,
+    Past,
     PastCustomCall,
     PastFunctionCall,
-    RefusalPart,
     Text,
     TokenLimit,
     ToolName,
+    Verbosity,
     qualified,
+    reasoning_of,
+    text_of,
     type_tag,
 )
 
+Summary = Literal["auto", "concise", "detailed"]
+Included = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    # outputs of tools that run nowhere here, and of inputs that are refused: there are none
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
+
 
 class ReasoningOptions(Body):
+    """summary, generate_summary: no effect, since replies have the reasoning itself."""
+
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None  # no effect: replies have the reasoning itself
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Literal["auto", "current_turn"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class Offered(Marked):
@@ -131,7 +153,7 @@ ChosenTool = Annotated[
 
 
 class TextFormat(Body):
-    """The format of the final text. strict: no effect, since every answer follows its schema."""
+    """The format of the final text. strict: a keyword that cannot be enforced is refused, not left out."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -142,10 +164,10 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat = pydantic.Field(default_factory=lambda: TextFormat(schema=None))
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None  # no effect
 
 
-class Item(Body):
+class Item(Past):
     """An item of the input. id, status: no effect; clients send them if they return an output item."""
 
     id: str | None = None
@@ -159,40 +181,15 @@ class ItemReference(Body):
     id: str
 
 
-class InputText(Marked):
-    type: Literal["input_text", "text"]
-    text: str
-
-
-class PastText(Marked):
-    """A part of a past answer. Its other fields have no effect."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-
-
-def _tag_of_part(value: Any) -> str:
-    kind = type_tag(value)
-    return "[input_text]" if kind == "[text]" else kind
-
-
-InputPart = Annotated[
-    Annotated[InputText, Tag("[input_text]")]
-    | Annotated[PastText, Tag("[output_text]")]
-    | Annotated[RefusalPart, Tag("[refusal]")],
-    Discriminator(_tag_of_part),
-]
-InputContent = Annotated[Text | Annotated[list[InputPart], Tag("[list]")], LIST_OR_TEXT]
-
-
 class InputMessage(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: InputContent
+    content: Content
     phase: str | None = None
+
+    @property
+    def thinking(self) -> str:
+        return reasoning_of(self.content)
 
 
 class CallItem(Item):
@@ -208,7 +205,6 @@ class InputCall(CallItem):
     type: Literal["function_call"]
     name: str
     arguments: str
-    parsed_arguments: Any = None
 
     @property
     def as_in_chat(self) -> PastFunctionCall:
@@ -229,11 +225,11 @@ class InputCustomCall(CallItem):
 
 class InputResult(CallItem):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    output: InputContent
+    output: Content
     name: str | None = None
 
 
-class ReasoningText(Body):
+class ReasoningText(Past):
     type: Literal["reasoning_text", "text"]
     text: str
 
@@ -245,6 +241,10 @@ class InputReasoning(Item):
     summary: list[Any] = []
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
+
+    @property
+    def thinking(self) -> str:
+        return text_of(self.content or "")
 
 
 def _tag_of_item(value: Any) -> str:
@@ -266,7 +266,7 @@ InputItem = Annotated[
 
 
 class ResponsesBody(AnswerBody):
-    """client_metadata, prompt_cache_key, safety_identifier, user: no effect.
+    """client_metadata, max_tool_calls: no effect; no tools run here.
 
     previous_response_id: of a response that the server keeps; the input follows its input and output. store: keep the
     response.
@@ -279,10 +279,10 @@ class ResponsesBody(AnswerBody):
     tools: list[ResponsesTool] = []
     tool_choice: ChosenTool = "auto"
     parallel_tool_calls: bool = True
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
+    include: list[Included] = []
+    max_tool_calls: int | None = None
     top_logprobs: NumLogprobs = None
     text: TextOptions = TextOptions()
     store: bool = True
     previous_response_id: str | None = None
-    metadata: dict[str, str] = {}
     client_metadata: dict[str, Any] | None = None

@@ -171,7 +171,7 @@ class AsChat:
 def as_chat(body: ResponsesBody, past: Past | None = None) -> AsChat:
     """Make the chat of a body. Raises ApiError for a body that is no chat."""
     logprobs = LOGPROBS_OF_TEXT in body.include
-    if body.top_logprobs is not None and not logprobs:
+    if body.top_logprobs and not logprobs:
         raise ApiError(400, f"top_logprobs is given without {LOGPROBS_OF_TEXT!r}; add that to include", "top_logprobs")
     tools, messages, choice = _tools(body), _messages(body, past or Past()), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
@@ -181,6 +181,7 @@ def as_chat(body: ResponsesBody, past: Past | None = None) -> AsChat:
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
         reasoning_effort=body.reasoning.effort,
+        verbosity=body.text.verbosity,
         tools=tools.tools,
         tool_choice=choice if isinstance(choice, str) else choice.as_in_chat,
         response_format=_response_format(body.text.format),
@@ -198,7 +199,8 @@ def _response_format(form: TextFormat) -> ResponseFormat:
         )
     if form.schema_ is None:
         return ResponseFormat(type=form.type)
-    return ResponseFormat(type=form.type, json_schema=JsonSchema(name=form.name or "", schema=form.schema_))
+    schema = JsonSchema(name=form.name or "", schema=form.schema_, strict=form.strict)
+    return ResponseFormat(type=form.type, json_schema=schema)
 
 
 @dataclass
@@ -330,7 +332,7 @@ def _answer_messages(
         return [
             (ChatMessage(role="assistant", content=text), MessageNames(names[index])) for index, text in texts.items()
         ]
-    reasoning = "".join(text_of(item.content or "") for item in items.values() if isinstance(item, InputReasoning))
+    reasoning = "".join(item.thinking for item in items.values() if isinstance(item, InputReasoning | InputMessage))
     joined = ChatMessage(
         role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
     )
@@ -497,7 +499,7 @@ class ResponsesFormatter(ChannelFormatter):
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": self.keep is not None,
             "temperature": body.temperature,
-            "text": {"format": body.text.format.model_dump(exclude_none=True, by_alias=True)},
+            "text": body.text.model_dump(exclude_none=True, by_alias=True),
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [_echo(tool) for tool in body.tools],
             "top_logprobs": body.top_logprobs or 0,

@@ -82,10 +82,13 @@ class Service:
         compiled = in_daemon(self.builder.grammar, body)
         compiled.add_done_callback(self._end_compiling)
         try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
+            grammar = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
         except TimeoutError:
             message = f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
             raise ApiError(400, message, field) from None
+        for keyword in () if grammar is None else grammar.left_out:
+            self.log_once(f"the schema keyword {keyword} is not supported: schemas that are not strict lose it")
+        return grammar
 
     def _end_compiling(self, _: concurrent.futures.Future[Any]) -> None:
         self._compiling = False

@@ -4,19 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from peagle.engine.grammar import Grammar, GrammarError
-from peagle.serve.bodies import ChatBody, Structured
+from peagle.serve.bodies import ChatBody, JsonSchema, ResponseFormat, Structured
 from peagle.serve.errors import ApiError
+from peagle.serve.tools import must_call
 
 
 def constraint_field(body: Structured) -> str | None:
     """Return the name of the field that constrains a body's answers; None: they are free."""
+    tools, choice = (body.tools, body.tool_choice) if isinstance(body, ChatBody) else ([], "none")
+    if tools and must_call(choice):
+        return "tools"
     for name in Structured.model_fields:
-        if getattr(body, name) is not None:
+        value = getattr(body, name)
+        if value is not None and not (isinstance(value, ResponseFormat) and value.type == "text"):
             return body.names.response_format if name == "response_format" else name
-    if not isinstance(body, ChatBody) or body.tool_choice == "none":
-        return None
-    constrains = body.tool_choice != "auto" or any(tool.function.strict for tool in body.tools)
-    return "tools" if constrains and body.tools else None
+    return "tools" if choice == "auto" and any(tool.function.strict for tool in tools) else None
 
 
 def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
@@ -48,7 +50,7 @@ def _constraints(body: Structured) -> Mapping[str, Any]:
         fault = "is missing" if form.json_schema is None else f"is given with the type {form.type!r}"
         message = f"{names.json_schema} {fault}; expected it with the type 'json_schema'"
         raise ApiError(400, message, names.response_format)
-    schema = form.json_schema.schema_ if form is not None and form.json_schema is not None else None
+    schema = None if form is None else form.json_schema
     any_object = {"type": "object"}
     constraints = {
         names.schema: schema,
@@ -78,4 +80,6 @@ def _grammar(name: str, value: Any) -> Grammar:
         return Grammar.regex(value)
     if name.endswith("choice"):
         return Grammar.choice(value)
+    if isinstance(value, JsonSchema):
+        return Grammar.json_schema(value.schema_, strict=bool(value.strict))
     return Grammar.lark(value) if name.endswith("grammar") else Grammar.json_schema(value)

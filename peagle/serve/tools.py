@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle.engine.grammar import Grammar, GrammarError
+from peagle.engine.json_schema import map_schemas
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
@@ -27,8 +28,6 @@ MOST_CALLS = 512  # of a chat: the time of GPT-OSS's template is quadratic in th
 MOST_VALUES, MOST_LEVELS = 5000, 32  # JSON values in the parameters of all tools; levels of nesting
 LONGEST_NAME = 128  # of a tool, with its namespace
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-VALUES = ("default", "enum", "const", "examples")  # keywords of schemas whose values are no schemas
 Choice = Literal["none", "auto", "required"] | NamedTool
 
 
@@ -61,6 +60,11 @@ def forced_function(tools: Sequence[Tool], choice: Choice) -> str | None:
     return tools[0].name if choice == "required" and len(tools) == 1 else None
 
 
+def must_call(choice: Choice) -> bool:
+    """Whether the answer must be a call."""
+    return choice not in ("none", "auto")
+
+
 def call_grammars(tools: Sequence[Tool], choice: Choice, names: FieldNames) -> dict[str, Grammar | None]:
     """Return the grammar of the arguments of each function that an answer may call; None: any text.
 
@@ -68,11 +72,10 @@ def call_grammars(tools: Sequence[Tool], choice: Choice, names: FieldNames) -> d
     that is too large.
     """
     only = forced_function(tools, choice)
-    must_call = only is not None or choice == "required"
     grammars: dict[str, Grammar | None] = {}
     for tool in tools:
         if only in (None, tool.name):
-            constrains = must_call or tool.function.strict
+            constrains = must_call(choice) or tool.function.strict
             grammars[tool.name] = _arguments(tool, parameters_of(tools, tool.name, names)) if constrains else None
     return grammars
 
@@ -89,7 +92,7 @@ def _arguments(tool: Tool, where: str) -> Grammar:
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}
     try:
-        return Grammar.json_schema({**schema, "type": "object"})
+        return Grammar.json_schema({**schema, "type": "object"}, strict=bool(tool.function.strict))
     except GrammarError as error:
         raise ApiError(400, f"{where}: {error}", where) from None
 
@@ -224,7 +227,7 @@ def _call_messages(index: int, message: ChatMessage, results: dict[str, str], na
 
     Arguments are rendered as the model wrote them.
     """
-    before = [text for text in (message.reasoning or message.reasoning_content, message.text) if text]
+    before = [text for text in (message.thinking, message.text) if text]
     for number, call in enumerate(message.tool_calls):
         if call.id not in results:
             missing = f"{names.call(index, number)} has no result; send {names.result} {brief(call.id)}"
@@ -287,13 +290,8 @@ def _definition(tool: Tool) -> dict[str, Any]:
 def _with_verbatim_defaults(schema: Any) -> Any:
     """Make defaults of a schema texts, which are rendered verbatim: GPT-OSS's template fails for other types."""
     if not isinstance(schema, dict):
-        return [_with_verbatim_defaults(inner) for inner in schema] if isinstance(schema, list) else schema
-    rendered: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
-            rendered[key] = {name: _with_verbatim_defaults(inner) for name, inner in value.items()}
-        elif key == "default" and not isinstance(value, str):
-            rendered[key] = Verbatim(dumps(value, ensure_ascii=False))
-        else:
-            rendered[key] = value if key in VALUES else _with_verbatim_defaults(value)
+        return schema
+    rendered = map_schemas(schema, lambda inner, _: _with_verbatim_defaults(inner))
+    if "default" in schema and not isinstance(schema["default"], str):
+        rendered["default"] = Verbatim(dumps(schema["default"], ensure_ascii=False))
     return rendered

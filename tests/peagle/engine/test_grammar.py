@@ -19,7 +19,8 @@ from peagle import result as results
 from peagle.config import SamplingParams
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine
-from peagle.engine.grammar import DEEPEST_SCHEMA, CompiledGrammar, Grammar, GrammarError, Vocabulary
+from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary
+from peagle.engine.json_schema import DEEPEST_SCHEMA
 from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, StepRecord
@@ -385,9 +386,9 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("choice", ["a", ""], "a choice is empty"),
     ("json_schema", "[]", "JSON schema is list"),
     ("json_schema", "{", "not valid JSON"),
-    ("json_schema", {"not": {}}, "Unimplemented keys"),
+    ("json_schema", {"not": {}}, "it allows no text"),
     ("json_schema", {"type": "text"}, "Invalid type: text"),
-    ("json_schema", {"$ref": "http://127.0.0.1/x"}, "does not fetch"),
+    ("json_schema", {"$ref": "http://127.0.0.1/x"}, "expected a part of this schema"),
     ("json_schema", {"$ref": "#"}, "cannot be used"),
     ("json_schema", {"type": "integer", "multipleOf": 999983}, "multipleOf is too large"),
     ("json_schema", {"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}, "multipleOf is too large"),

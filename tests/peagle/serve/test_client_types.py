@@ -1,7 +1,7 @@
-"""Bodies as OpenAI's own client types them: no field of a message, an item or a tool is unknown here."""
+"""Bodies as OpenAI's own client types them, and past messages as other servers and clients write them."""
 
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pydantic
@@ -10,56 +10,29 @@ from fastapi.testclient import TestClient
 from openai.types import chat, shared_params
 from openai.types import responses as of_responses
 from openai.types.chat import chat_completion_custom_tool_param as custom_tool
-from openai.types.chat import chat_completion_message_custom_tool_call_param as custom_call
-from openai.types.chat import chat_completion_message_function_tool_call_param as function_call
 from openai.types.responses import (
     namespace_tool_param,
-    response_custom_tool_call_output_param,
-    response_input_item_param,
-    response_reasoning_item_param,
 )
 
 from peagle.serve import bodies, response_bodies
+from tests.support.harmony import USER, called, final, said, thought
 from tests.support.servers import CHAT, RESPONSES, answer, error_of
 
+Prompt = Callable[..., str]
 MARK = {"mode": "explicit"}
-# what the client types, what the server reads, fields that only null or nothing may be in
-KINDS: list[tuple[Any, type[pydantic.BaseModel], set[str]]] = [
-    (chat.ChatCompletionDeveloperMessageParam, bodies.ChatMessage, set()),
-    (chat.ChatCompletionSystemMessageParam, bodies.ChatMessage, set()),
-    (chat.ChatCompletionUserMessageParam, bodies.ChatMessage, set()),
-    (chat.ChatCompletionAssistantMessageParam, bodies.ChatMessage, {"audio", "function_call"}),
-    (chat.ChatCompletionToolMessageParam, bodies.ChatMessage, set()),
-    (chat.ChatCompletionContentPartTextParam, bodies.TextPart, set()),
-    (chat.ChatCompletionContentPartRefusalParam, bodies.RefusalPart, set()),
-    (function_call.ChatCompletionMessageFunctionToolCallParam, bodies.PastFunctionCall, set()),
-    (function_call.Function, bodies.CalledFunction, set()),
-    (custom_call.ChatCompletionMessageCustomToolCallParam, bodies.PastCustomCall, set()),
-    (custom_call.Custom, bodies.CalledCustom, set()),
-    (chat.ChatCompletionFunctionToolParam, bodies.FunctionTool, set()),
-    (shared_params.FunctionDefinition, bodies.Function, set()),
-    (custom_tool.ChatCompletionCustomToolParam, bodies.CustomTool, set()),
-    (custom_tool.Custom, bodies.Custom, set()),
-    (custom_tool.CustomFormatGrammar, bodies.CustomFormat, set()),
-    (custom_tool.CustomFormatGrammarGrammar, bodies.Syntax, set()),
-    (chat.ChatCompletionNamedToolChoiceParam, bodies.NamedFunction, set()),
-    (of_responses.EasyInputMessageParam, response_bodies.InputMessage, set()),
-    (response_input_item_param.Message, response_bodies.InputMessage, set()),
-    (of_responses.ResponseOutputMessageParam, response_bodies.InputMessage, set()),
-    (of_responses.ResponseInputTextParam, response_bodies.InputText, set()),
-    (of_responses.ResponseOutputTextParam, response_bodies.PastText, set()),
-    (of_responses.ResponseOutputRefusalParam, bodies.RefusalPart, set()),
-    (of_responses.ResponseFunctionToolCallParam, response_bodies.InputCall, set()),
-    (response_input_item_param.FunctionCallOutput, response_bodies.InputResult, set()),
-    (of_responses.ResponseCustomToolCallParam, response_bodies.InputCustomCall, set()),
-    (response_custom_tool_call_output_param.ResponseCustomToolCallOutputParam, response_bodies.InputResult, set()),
-    (of_responses.ResponseReasoningItemParam, response_bodies.InputReasoning, set()),
-    (response_input_item_param.ItemReference, response_bodies.ItemReference, set()),
-    (response_reasoning_item_param.Content, response_bodies.ReasoningText, set()),
-    (of_responses.FunctionToolParam, response_bodies.OfferedFunction, set()),
-    (of_responses.CustomToolParam, response_bodies.OfferedCustom, set()),
-    (of_responses.NamespaceToolParam, response_bodies.Namespace, set()),
-    (namespace_tool_param.ToolFunction, response_bodies.OfferedFunction, set()),
+# what the client types and what the server reads, apart from past messages, whose unknown fields have no effect
+KINDS: list[tuple[Any, type[pydantic.BaseModel]]] = [
+    (chat.ChatCompletionFunctionToolParam, bodies.FunctionTool),
+    (shared_params.FunctionDefinition, bodies.Function),
+    (custom_tool.ChatCompletionCustomToolParam, bodies.CustomTool),
+    (custom_tool.Custom, bodies.Custom),
+    (custom_tool.CustomFormatGrammar, bodies.CustomFormat),
+    (custom_tool.CustomFormatGrammarGrammar, bodies.Syntax),
+    (chat.ChatCompletionNamedToolChoiceParam, bodies.NamedFunction),
+    (of_responses.FunctionToolParam, response_bodies.OfferedFunction),
+    (of_responses.CustomToolParam, response_bodies.OfferedCustom),
+    (of_responses.NamespaceToolParam, response_bodies.Namespace),
+    (namespace_tool_param.ToolFunction, response_bodies.OfferedFunction),
 ]
 
 
@@ -67,12 +40,9 @@ def names_of(kind: type[pydantic.BaseModel]) -> set[str]:
     return {field.alias or name for name, field in kind.model_fields.items()}
 
 
-@pytest.mark.parametrize(("theirs", "ours", "refused"), KINDS)
-def test_each_field_of_the_clients_types_is_known(
-    theirs: Any, ours: type[pydantic.BaseModel], refused: set[str]
-) -> None:
-    fields = theirs.__required_keys__ | theirs.__optional_keys__
-    assert fields - names_of(ours) == refused
+@pytest.mark.parametrize(("theirs", "ours"), KINDS)
+def test_each_field_of_the_clients_types_is_known(theirs: Any, ours: type[pydantic.BaseModel]) -> None:
+    assert theirs.__required_keys__ | theirs.__optional_keys__ <= names_of(ours)
 
 
 def kinds_of(union: Any) -> Iterator[str]:
@@ -141,6 +111,8 @@ INPUT_TEXT = {"type": "input_text", "text": "a", "prompt_cache_breakpoint": MARK
 MESSAGE = {"type": "message", "status": "completed", "phase": None}
 OUTPUT = {"type": "output_text", "text": "a", "annotations": [], "logprobs": [], "parsed": {"a": 1}}
 DIRECT = {"type": "direct"}
+CALL_ITEM = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+RESULT_ITEM = {"type": "function_call_output", "call_id": "a", "output": "x"}
 ITEMS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "phase": "final_answer"}],
     [{**MESSAGE, "role": "developer", "content": [INPUT_TEXT]}],
@@ -165,6 +137,82 @@ ITEMS: list[list[dict[str, Any]]] = [
 @pytest.mark.parametrize("items", ITEMS)
 def test_items_with_all_their_fields_are_taken(agent: TestClient, items: Sequence[dict[str, Any]]) -> None:
     answer(agent, RESPONSES, {"input": items, "max_output_tokens": 1})
+
+
+def with_more(value: Any) -> Any:
+    """Add fields that nobody knows to each object."""
+    if isinstance(value, list):
+        return [with_more(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {**{key: with_more(inner) for key, inner in value.items()}, "unheard_of": {"a": [1]}, "index": "x"}
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_a_chat_is_read_without_the_fields_of_other_servers(prompt: Prompt, messages: list[Any]) -> None:
+    assert prompt(messages=with_more(messages)) == prompt(messages=messages)
+
+
+@pytest.mark.parametrize("items", ITEMS)
+def test_a_response_is_read_without_the_fields_of_other_servers(prompt: Prompt, items: list[Any]) -> None:
+    assert prompt(input=with_more(items)) == prompt(input=items)
+
+
+def parts(*texts: tuple[str, str, str]) -> list[dict[str, Any]]:
+    """Make parts of (type, field, text)."""
+    return [{"type": kind, field: text} for kind, field, text in texts]
+
+
+FUNCTION = {"name": "f", "arguments": "{}"}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "x", "is_error": False}
+# a past message as it comes back from clients of other servers, with the result of its call; the prompt after USER
+THEIRS: dict[str, tuple[dict[str, Any], str]] = {
+    "OpenRouter": (
+        {"content": "", "refusal": None, "reasoning": "Hm.", "tool_calls": [{**CALL, "index": 0}],
+         "reasoning_details": [{"type": "reasoning.text", "text": "Hm.", "format": "unknown", "index": 0}]},
+        thought("Hm.") + called("f"),
+    ),
+    "LiteLLM": (
+        {"content": None, "function_call": None, "provider_specific_fields": {"refusal": None}, "audio": {},
+         "reasoning_content": "Hm.", "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}],
+         "tool_calls": [{"id": "a", "type": "function", "function": FUNCTION, "provider_specific_fields": {"s": 1}}]},
+        thought("Hm.") + called("f"),
+    ),
+    "Gemini": (
+        {"tool_calls": [{"id": "a", "function": FUNCTION, "extra_content": {"google": {"thought_signature": "s"}}}]},
+        called("f"),
+    ),
+    "Anthropic's blocks": (
+        {"content": parts(("thinking", "thinking", "Hm."), ("text", "text", "So."), ("redacted_thinking", "data", "s")),
+         "tool_calls": [CALL]},
+        thought("Hm.\n\nSo.") + called("f"),
+    ),
+    "LangChain's blocks": (
+        {"content": parts(("reasoning", "reasoning", "Hm."), ("text", "text", "So.")), "tool_calls": [CALL]},
+        thought("Hm.\n\nSo.") + called("f"),
+    ),
+    "AI SDK": ({"content": parts(("reasoning", "text", "Hm."), ("text", "text", "So."))}, final("So.")),
+    "Agents SDK for JS": (
+        {"id": "m", "content": [{"type": "output_text", "text": "So.", "role": "assistant", "refusal": None}]},
+        final("So."),
+    ),
+    "a choice": ({"content": "So.", "finish_reason": "stop", "index": 0, "annotations": [{"type": "x"}]}, final("So.")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_past_message_of_another_server_is_read(prompt: Prompt, name: str) -> None:
+    message, written = THEIRS[name]
+    results = [RESULT] if "tool_calls" in message else []
+    text = prompt(messages=[*USER, {"role": "assistant", **message}, *results])
+    assert text.endswith(f"{said('hello')}{written}<|start|>assistant")
+
+
+def test_reasoning_in_parts_of_a_past_response_is_read(prompt: Prompt) -> None:
+    content = parts(("reasoning", "text", "Hm."), ("output_text", "text", "So."), ("input_text", "text", " Yes."))
+    items = [{"role": "assistant", "content": content}, CALL_ITEM, {**RESULT_ITEM, "is_error": True}]
+    text = prompt(input=[*USER, *items])
+    assert text.endswith(f"{thought('Hm.' + chr(10) * 2 + 'So. Yes.')}{called('f')}<|start|>assistant")
 
 
 @pytest.mark.parametrize(

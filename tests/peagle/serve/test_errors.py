@@ -29,6 +29,7 @@ def said(content: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": "x"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 OF_CHATS: list[tuple[dict[str, Any], str]] = [
     # fields, a part of the message
     ({"messages": []}, "messages is empty"),
@@ -40,10 +41,12 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     (said(["x"]), "messages.0.content.0 is 'x'; expected an object"),
     (said([{"text": "x"}]), "messages.0.content.0.type is missing"),
     (said([TEXT, {"type": "text", "text": 5}]), "messages.0.content.1.text is 5; expected a text"),
-    (said([{**TEXT, "more": 1}]), "messages.0.content.0.more is not supported here"),
+    ({"tools": [{**TOOL, "more": 1}]}, "tools.0.more is not supported here"),
     (said("x", refusal="no"), "messages.0.refusal is not supported in"),
     (said("x", "assistant", audio={"id": "a"}), "messages.0.audio is not supported here"),
-    (said("x", "assistant", function_call={}), "messages.0.function_call is not supported"),
+    (said("x", images=["data:"]), "messages.0.images is not supported here"),
+    (said("x", attachments=[{"url": "a"}]), "messages.0.attachments is not supported here"),
+    (said("x", "assistant", function_call={"name": "f"}), "messages.0.function_call is not supported"),
     (said("x y " * 300), "but the context holds 256"),
     ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
@@ -59,6 +62,13 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": 1}, "stream_options is 1; expected an object"),
     ({"user": 1}, "user is 1; expected a text"),
     ({"top_logprobs": 2}, "top_logprobs is given without"),
+    ({"store": True}, "store is not supported here (it is True)"),
+    ({"priority": 1}, "priority is not supported"),
+    ({"skip_special_tokens": False}, "skip_special_tokens is not supported"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs is not supported"),
+    ({"verbosity": "loud"}, "verbosity is 'loud'; expected 'low', 'medium' or 'high'"),
+    ({"metadata": {"a": 1}}, "metadata.a is 1; expected a text"),
+    ({"add_special_tokens": True}, "add_special_tokens is True; expected False"),
     ({"logprobs": True, "top_logprobs": 21}, "expected 0..20"),
     ({"logprobs": 3}, "logprobs is 3"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
@@ -80,9 +90,10 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1, "echo": True}, "max_tokens is -1"),
     ({"min_tokens": 2}, "min_tokens is 2; expected at most 1"),
     ({"min_tokens": -1}, "min tokens are -1"),
-    *(({"n": n}, f"n is {n!r}") for n in (0, -1, 17, "2", 1.5)),
+    *(({"n": n}, f"n is {n!r}") for n in (0, -1, 129, "2", 1.5)),
+    ({"n": 128}, "128 answers are requested at once; expected at most 66: ask for fewer"),
     *(({"temperature": value}, f"temperature is {value!r}") for value in (-0.1, "hot", True)),
-    *(({"top_p": value}, f"top-p is {value}") for value in (0, 1.5)),
+    *(({"top_p": value}, f"top-p is {value}") for value in (-0.5, 1.5)),
     ({"top_k": -2}, "top-k is -2"),
     ({"min_p": 2}, "min-p is 2"),
     ({"seed": -(2**63) - 1}, "seed is -9223372036854775809; expected"),
@@ -256,6 +267,60 @@ def test_an_integer_may_be_written_as_a_whole_number(client: TestClient) -> None
     assert floats["seed"] == 5.0
     again = answer(client, COMPLETIONS, {**GOOD[COMPLETIONS], **floats})
     assert again["choices"] == reply["choices"]
+
+
+ALL: dict[str, list[Any]] = {  # values of fields that have no effect
+    "metadata": [{"run": "1"}],
+    "service_tier": ["auto", "default", "flex", "priority"],
+    "prompt_cache_retention": ["in_memory", "24h"],
+    "prompt_cache_options": [{"mode": "explicit"}],
+    "stream": [False],
+}
+HINTS: dict[str, dict[str, list[Any]]] = {
+    CHAT: {
+        **ALL,
+        "verbosity": ["low", "medium", "high"],
+        "prediction": [{"type": "content", "content": "hi"}],
+        "top_logprobs": [0],
+        "stream_options": [{}, {"include_usage": False}],
+        "add_special_tokens": [False],
+        "tool_choice": ["auto", "none"],
+    },
+    COMPLETIONS: {**ALL, "add_special_tokens": [True], "echo": [False]},
+    RESPONSES: {
+        **ALL,
+        "text": [{"verbosity": "low"}, {"verbosity": "high", "format": {"type": "text"}}],
+        "reasoning": [
+            {"summary": "detailed"},
+            {"generate_summary": "concise"},
+            {"context": "auto", "mode": "standard"},
+        ],
+        "include": [["web_search_call.action.sources", "file_search_call.results"]],
+        "max_tool_calls": [3],
+        "top_logprobs": [0],
+    },
+}
+
+
+def said_by(path: str, reply: dict[str, Any]) -> Any:
+    """Return the text of a reply."""
+    if path == RESPONSES:
+        return reply["output"][0]["content"][0]["text"]
+    (choice,) = reply["choices"]
+    return choice["text"] if path == COMPLETIONS else choice["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_values_that_change_nothing_are_taken(client: TestClient, path: str) -> None:
+    """Each gives the answer that the body has without it."""
+    body = {**GOOD[path], "temperature": 0}
+    plain = said_by(path, answer(client, path, body))
+    for field in NEUTRAL.keys() - BODIES[path].model_fields.keys():
+        for value in NEUTRAL[field]:
+            assert said_by(path, answer(client, path, {**body, field: value})) == plain, (field, value)
+    for field, values in HINTS[path].items():
+        for value in values:
+            assert said_by(path, answer(client, path, {**body, field: value})) == plain, (field, value)
 
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}

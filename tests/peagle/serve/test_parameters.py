@@ -27,6 +27,7 @@ from tests.support.servers import (
     DATE,
     MODEL,
     RESPONSES,
+    SLOTS,
     K,
     answer,
     client_of,
@@ -195,6 +196,23 @@ def test_a_seed_of_64_bits_gives_the_same_answer_again(client: TestClient, seed:
 
 def test_without_a_seed_answers_differ(client: TestClient) -> None:
     assert len({text_of(client, temperature=1.5) for _ in range(3)}) > 1
+
+
+def test_no_mass_at_all_is_the_likeliest_token(client: TestClient) -> None:
+    """As OpenAI's API takes top_p 0, whatever the temperature."""
+    greedy = complete(client)["choices"]
+    assert complete(client, temperature=1.5, top_p=0)["choices"] == greedy
+    assert chat(client, temperature=1.5, top_p=0.0)["choices"] == chat(client)["choices"]
+    body = {"input": "hello", "max_output_tokens": 9}
+    texts = [
+        answer(client, RESPONSES, {**body, **fields})["output"][0]["content"]
+        for fields in ({"temperature": 0}, {"temperature": 1.5, "top_p": 0})
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_as_many_answers_as_the_queue_takes(client: TestClient) -> None:
+    assert len(complete(client, n=SLOTS + 64, max_tokens=1, **SEEDED)["choices"]) == SLOTS + 64
 
 
 def test_the_default_temperature_is_one(client: TestClient, alone: Pair) -> None:

@@ -267,6 +267,16 @@ def test_the_format_of_the_text_binds_the_final_message_as_in_a_chat(
     assert (choice["message"]["content"] == JSON) == (schema is None)
 
 
+def test_an_agent_with_an_output_type_may_force_a_tool(saying: Making) -> None:
+    """As the Agents SDK asks: a call by tool_choice, and the format of the text that follows its result."""
+    form = {"format": {"type": "json_schema", "name": "out", "strict": True, "schema": OBJECT}}
+    body = {**TOOLS, "tool_choice": "required", "text": form}
+    response = answer(client_of(saying((body, '{"city": "x"}<|call|>'))), RESPONSES, body)
+    (item,) = response["output"]
+    assert (item["type"], item["arguments"]) == ("function_call", '{"city": "x"}')
+    assert response["text"]["format"] == form["format"]
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making, parallel: bool) -> None:
     client = client_of(saying((TOOLS, THINKS + CALLS.replace("<|call|>", "<|end|><|start|>assistant") + CALLS)))
@@ -404,11 +414,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "c"}, "conversation", "is not supported here (it is 'c'); send its items in input, or a prev"),
     ({"prompt": {"id": "a"}}, "prompt", "send its text in instructions or input"),
     ({"background": True}, "background", "is not supported"),
-    ({"truncation": "auto"}, "truncation", "is not supported"),
+    ({"truncation": "none"}, "truncation", "is not supported"),
+    ({"truncation": "auto", "input": "x" * 3000}, "input", "the prompt has 3228 tokens"),
     ({"n": 2}, "n", "is not supported"),
-    ({"include": ["file_search_call.results"]}, "include.0", "is 'file_search_call.results'; expected"),
+    ({"include": ["everything"]}, "include.0", "is 'everything'; expected"),
     ({"top_logprobs": 2}, "top_logprobs", "is given without 'message.output_text.logprobs'"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "is 'low'; expected 'medium'"),
+    ({"text": {"verbosity": "loud"}}, "text.verbosity", "is 'loud'; expected 'low', 'medium' or 'high'"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "is 'xml'"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "is missing; expected it with"),
     ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema", "is given with the type 'text'"),
@@ -417,7 +428,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         *("text.format.schema", "the JSON schema"),
     ),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort", "is 'extreme'; expected 'none', 'minimal', 'low'"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "is 'detailed'"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary", "is 'long'; expected 'auto', 'concise' or 'detailed'"),
+    ({"reasoning": {"context": "all_turns"}}, "reasoning.context", "is 'all_turns'; expected 'auto' or 'current_turn'"),
     ({"tools": [{"type": "browse"}]}, "tools.0.type", "is 'browse'; expected 'function', 'custom', 'namespace' or"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools.0.name", "is 'a b'"),
     ({"tools": [{**TOOL, "parameters": {"type": "null"}}]}, "tools.0.parameters.type", "is 'null'; expected 'object'"),

@@ -1,6 +1,7 @@
 """Structured output by HTTP: every field constrains the answer, to what the Python interface gives."""
 
 import json
+import logging
 import re
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from peagle.serve.http import parse
 from peagle.serve.structured import grammar_of
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import STOP, toy_pair
-from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, K, answer, client_of, error_of, stream
+from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, RESPONSES, K, answer, client_of, error_of, stream
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -71,6 +72,16 @@ def test_a_field_is_the_grammar_of_the_python_interface(fields: dict[str, Any], 
         assert name.startswith(next(iter(fields)))
 
 
+def test_a_format_of_any_text_constrains_nothing(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """So such a request does not wait for the grammars of others."""
+    service = make()
+    monkeypatch.setattr(service, "_compiling", True)
+    client, form = client_of(service), {"type": "text"}
+    answer(client, CHAT, {"messages": MESSAGES, "max_tokens": 1, "response_format": form})
+    answer(client, RESPONSES, {"input": "hello", "max_output_tokens": 1, "text": {"format": form}})
+    answer(client, RESPONSES, {"input": "hello", "max_output_tokens": 1})
+
+
 @pytest.mark.parametrize(("fields", "grammar"), [FIELDS[1], FIELDS[5]])
 def test_a_field_constrains_the_answer_as_in_python(
     client: TestClient, alone: Pair, fields: dict[str, Any], grammar: Grammar
@@ -104,6 +115,27 @@ def test_streams_choices_and_log_probabilities_keep_their_meaning(client: TestCl
     assert streamed == texts
 
 
+LACKING = {"enum": ["yes", "no"], "if": {"const": "no"}, "then": False}  # a keyword that cannot be enforced
+
+
+def test_what_cannot_be_enforced_is_left_out_and_logged_unless_strict(
+    make: Any, alone: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = client_of(make(log=logging.getLogger("notes")))
+    schema = {"name": "n", "schema": LACKING}
+    body = options_of(ending(alone), response_format={"type": "json_schema", "json_schema": schema})
+    with caplog.at_level(logging.INFO, "notes"):
+        for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "hello"})):
+            (choice,) = answer(client, path, {**prompt, **body})["choices"]
+            text = choice["message"]["content"] if path == CHAT else choice["text"]
+            assert text in ('"yes"', '"no"')
+    notes = [json.loads(message)["note"] for message in caplog.messages if "note" in message]
+    assert notes == [
+        f"the schema keyword {keyword} is not supported: schemas that are not strict lose it"
+        for keyword in ("if", "then")
+    ]
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "json_schema is missing", "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'", "response_format.type"),
@@ -114,7 +146,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "("}, "unclosed group", "guided_regex"),
     ({"guided_json": "{"}, "not valid JSON", "guided_json"),
     ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "multipleOf", "guided_json"),
-    ({"guided_json": {"$ref": "http://127.0.0.1:1/x"}}, "does not fetch", "guided_json"),
+    ({"guided_json": {"$ref": "http://127.0.0.1:1/x"}}, "expected a part of this schema", "guided_json"),
+    ({"guided_json": LACKING}, "if at # is not supported; leave it out", "guided_json"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": LACKING}}},
+        *("if at # is not supported; leave it out", "response_format.json_schema.schema"),
+    ),
     ({"guided_choice": []}, "0 choices", "guided_choice"),
     ({"guided_grammar": "start: x"}, "unknown name", "guided_grammar"),
     ({"guided_choice": ["a"], "ignore_eos": True}, "no stop token", "ignore_eos"),

@@ -348,13 +348,21 @@ TRIP = {
 FREE, STRICT = function(TRIP), function(TRIP, strict=True)
 WRONG = '{"città": "Paris", "days": 77, "extra": [1]}<|call|>'
 HEADER = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+CHOSEN_F = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"const": "x"}}}
 BINDING: list[tuple[dict[str, Any], str]] = [
     # fields, what the model writes before the arguments
-    ({"tools": [FREE, CLOCK], "tool_choice": {"type": "function", "function": {"name": "f"}}}, ""),
+    ({"tools": [FREE, CLOCK], **CHOSEN_F}, ""),
     ({"tools": [STRICT], "tool_choice": "required"}, ""),
     ({"tools": [CLOCK, FREE], "tool_choice": "required"}, THINKS + HEADER),
     ({"tools": [STRICT, CLOCK]}, THINKS + HEADER),
     ({"tools": [STRICT]}, " to=functions.f<|channel|>commentary json<|message|>"),
+    # a format is one of texts, and an answer that must be a call has none
+    ({"tools": [FREE], "tool_choice": "required", "response_format": {"type": "json_object"}}, ""),
+    ({"tools": [FREE, CLOCK], **CHOSEN_F, "response_format": FORMAT}, ""),
+    ({"tools": [CLOCK, FREE], "tool_choice": "required", "response_format": FORMAT}, THINKS + HEADER),
+    # what cannot be enforced is left out where the tool is not strict, and the rest holds
+    ({"tools": [function({**TRIP, "not": {"required": ["with"]}})], "tool_choice": "required"}, ""),
 ]
 
 
@@ -382,6 +390,17 @@ def test_arguments_follow_the_schema_whatever_the_model_would_write(
         ((name, arguments),) = calls
         assert (name, reason) == ("f", "tool_calls")
         assert is_a_trip(arguments)
+
+
+def test_a_format_of_texts_does_not_hold_a_call_that_must_be(saying: Making) -> None:
+    """But it holds the text of the next turn, where the model may answer."""
+    history = [*USER, *calls(NOON)]
+    client = client_of(saying((BODY, "x"), ({**BODY, "messages": history}, "<|channel|>final<|message|>y<|return|>")))
+    for choice in ("required", {"type": "custom", "custom": {"name": "patch"}}):
+        body = {**BODY, "tool_choice": choice, "response_format": FORMAT, "max_tokens": 9}
+        assert answer(client, CHAT, body)["choices"][0]["message"]["content"] in (None, "")
+    body = {**BODY, "messages": history, "response_format": FORMAT}
+    assert answer(client, CHAT, body)["choices"][0]["message"]["content"] == '"x"'
 
 
 @pytest.mark.parametrize("written", ["<|channel|>final<|message|>so {!<|return|>", THINKS + CALLS])
@@ -440,7 +459,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "names 'g', which is not among"),
     ({"tool_choice": {"type": "function", "function": {"name": "patch"}}}, "tool_choice", "names 'patch', which is"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "is given without tools"),
-    ({**REQUIRED, "response_format": {"type": "json_object"}}, "tool_choice", "no other field can constrain it"),
+    ({**REQUIRED, "guided_regex": "a"}, "tool_choice", "makes the answer a call, which guided_regex cannot constrain"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "is 'web_search'; expected 'function'"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "is 'a b'"),
     ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name", "is 'clock', but an earlier tool"),
@@ -463,6 +482,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     *(({"tools": [function(schema, strict=True)]}, PARAMETERS, part) for schema, part in BOUND),
     *(({"tools": [function(schema)], "tool_choice": "required"}, PARAMETERS, part) for schema, part in BOUND),
+    (
+        {"tools": [CLOCK, function({"properties": {"a": {"uniqueItems": True}}}, strict=True)]},
+        "tools.1.function.parameters",
+        "the JSON schema cannot be used: uniqueItems at #/properties/a is not supported; leave it out",
+    ),
 ]
 
 
