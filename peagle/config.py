@@ -46,7 +46,7 @@ KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
     "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
 )
 AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to pay (peagle.engine.widths)
-NumDrafts = int | str | None  # K, or auto, or auto:N (`most_by_auto`)
+NumDrafts = int | str | None  # K as users say it (`Drafts.parse`)
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
 KernelsChoice = Literal["auto", "native", "xla"]
@@ -63,30 +63,36 @@ def read_bias(typed: str) -> tuple[int, float]:
         raise InputError(message, "logit_bias") from None
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """K, parsed: the most tokens that a step drafts, and whether steps choose how many (peagle.engine.widths)."""
+
+    most: int
+    adaptive: bool = False
+
+    @classmethod
+    def parse(cls, k: NumDrafts, default: int = 0) -> "Drafts":
+        """Parse a number, auto or auto:N. default: N of auto and None. Raises InputError for anything else."""
+        if isinstance(k, int):
+            check_num_drafts(k)
+            return cls(k)
+        auto, colon, most = (AUTO if k is None else k).partition(":")
+        if auto != AUTO or (colon and not (most.isascii() and most.removeprefix("-").isdecimal())):
+            message = f"K is {k!r}; expected a number of drafted tokens, auto, or auto:N for at most N of them"
+            raise InputError(message, "num_speculative_tokens")
+        if colon and not 1 <= int(most) <= MAX_NUM_DRAFTS:
+            message = f"K is {k!r}; expected auto:1 to auto:{MAX_NUM_DRAFTS}, the most drafted tokens of a step"
+            raise InputError(message, "num_speculative_tokens")
+        return cls(int(most) if colon else default, adaptive=True)
+
+
 def read_num_drafts(typed: str) -> NumDrafts:
     """Read K: a number, auto or auto:N. Raises InputError for anything else."""
     try:
         return int(typed)
     except ValueError:
-        most_by_auto(typed)
+        Drafts.parse(typed)
         return typed
-
-
-def most_by_auto(typed: str) -> int | None:
-    """Return N, the most drafts of a step, of auto:N; None for auto. Raises InputError for anything else."""
-    auto, colon, most = typed.partition(":")
-    if auto != AUTO or (colon and not (most.isascii() and most.removeprefix("-").isdecimal())):
-        message = f"K is {typed!r}; expected a number of drafted tokens, auto, or auto:N for at most N of them"
-        raise InputError(message, "num_speculative_tokens")
-    if colon and not 1 <= int(most) <= MAX_NUM_DRAFTS:
-        message = f"K is {typed!r}; expected auto:1 to auto:{MAX_NUM_DRAFTS}, the most drafted tokens of a step"
-        raise InputError(message, "num_speculative_tokens")
-    return int(most) if colon else None
-
-
-def named_drafts(k: NumDrafts) -> int | None:
-    """Return the drafts of a step, or the most, that K sets; None: the drafter's files decide."""
-    return most_by_auto(k) if isinstance(k, str) else k
 
 
 def read_rates(typed: str) -> tuple[float, ...]:
@@ -415,10 +421,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
             check_type(name, getattr(self, name), kind)
-        if isinstance(self.num_speculative_tokens, str):
-            most_by_auto(self.num_speculative_tokens)
-        elif self.num_speculative_tokens is not None:
-            check_num_drafts(self.num_speculative_tokens)
+        Drafts.parse(self.num_speculative_tokens)
         for name, least, unit in (("slots", 1, ""), ("prefill_chunk", 1, " tokens")):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from peagle.config import DEFAULT_CHUNK, AnswerConfig, EngineConfig, NumDrafts, SamplingParams, configs_of, named_drafts
+from peagle.config import DEFAULT_CHUNK, AnswerConfig, Drafts, EngineConfig, NumDrafts, SamplingParams, configs_of
 from peagle.drafters.ngram import NGram
 from peagle.engine.engines import Engines, FreeMemory, ReplicaModels
 from peagle.engine.grammar import Grammar
@@ -109,7 +109,7 @@ class Pair:
         options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. Some of them:
 
             num_speculative_tokens   K; 0: plain decoding; "auto": verify the drafts that are likely to pay, none while
-                                     drafting does not pay; "auto:N": at most N; None: `num_drafts`
+                                     drafting does not pay; "auto:N": at most N; None: `drafts`
             raw                      use a text as the prompt, without the chat template
             special_tokens           with raw: encode special tokens in a text as tokens, not as plain characters
             stop                     the answer ends before the first of these strings
@@ -146,15 +146,11 @@ class Pair:
             pass
         return stream.result
 
-    def num_drafts(self, k: NumDrafts) -> tuple[int, bool]:
-        """Resolve K to (the most drafts of a step, whether the number adapts).
-
-        None: "auto" with a drafter, plain decoding without one.
-        """
+    def drafts(self, k: NumDrafts) -> Drafts:
+        """Resolve K. None: auto with a drafter, plain decoding without one."""
         if k is None and self.drafter is None:
-            return 0, False
-        most = named_drafts(k)
-        return self.speculation.num_drafts if most is None else most, not isinstance(k, int)
+            return Drafts(0)
+        return Drafts.parse(k, default=self.speculation.num_drafts)
 
     def engine_config(self, num_speculative_tokens: NumDrafts, **options: Any) -> ResolvedConfig:
         """Make the config of an engine. options: fields of ResolvedConfig (`resolve`)."""
@@ -163,13 +159,13 @@ class Pair:
     def resolve(self, config: EngineConfig, **options: Any) -> ResolvedConfig:
         """Resolve every default of a config. options: fields of ResolvedConfig that replace the config's.
 
-        K None, "auto" or "auto:N": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's.
+        K None, "auto" or "auto:N": `drafts`. context None: `default_context`. prefill_chunk None: the pair's.
         prefix_cache None: off; "on": up to a tenth of the free memory; with kv_memory no extra memory, and prefixes
         stay until requests need theirs. One rate of synthetic acceptance: its powers.
         """
         values = {**vars(config), **options}
-        k, adaptive = self.num_drafts(values["num_speculative_tokens"])
-        adaptive = values.pop("adaptive", adaptive)
+        drafts = self.drafts(values["num_speculative_tokens"])
+        k, adaptive = drafts.most, values.pop("adaptive", drafts.adaptive)
         context, chunk, prefix_cache = values["context"], values["prefill_chunk"], values["prefix_cache"]
         if context is None:
             context = self.default_context(k, values["slots"], values["kv_memory"])

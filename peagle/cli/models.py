@@ -55,7 +55,7 @@ def chosen_context(pair: Pair, engine: EngineConfig, num_engines: int = 1) -> in
     """Return the context of a request: as typed, or the model's limit, or less if the memory holds less."""
     if engine.context is not None:
         return pair.room(engine.context)
-    k, _ = pair.num_drafts(engine.num_speculative_tokens)
+    k = pair.drafts(engine.num_speculative_tokens).most
     return pair.default_context(k, engine.slots, engine.kv_memory, num_engines)
 
 

@@ -66,14 +66,14 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
         return ["interrupted before the first token"] if run.interrupted else []
     summary = summary_block(run, peak_memory_bytes)
     results = [outcome.result for outcome in run.outcomes]
-    speculative = run.engine.num_speculative_tokens > 0
+    speculative = run.engine.num_drafts > 0
     lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
     if speculative:
         if run.engine.synthetic_acceptance is not None:
             lines.append(("SYNTHETIC", "drafts were accepted at the typed rates: only the speeds are real"))
         lines.append(("acceptance", _acceptance(summary, run)))
         if run.costs is not None and run.drafting_cannot_pay:
-            most = run.engine.num_speculative_tokens
+            most = run.engine.num_drafts
             plain_steps = float(run.costs.at(1, 1, most).verify[1 + most])
             cost = f"a step that verifies {most} drafts takes as long as {plain_steps:.1f} plain steps"
             emits = f"emits at most {most + 1} tokens; decoded plainly"
@@ -113,7 +113,7 @@ def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
 def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
     blocked = config.engine.blocked
     return {
-        "num_speculative_tokens": run.engine.num_speculative_tokens,
+        "num_speculative_tokens": run.engine.num_drafts,
         "adaptive": run.engine.adaptive,
         "costs": None if run.costs is None else run.costs.to_json(),
         "max_new_tokens": config.max_new_tokens,
@@ -196,7 +196,7 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
     rates = " ".join(figure_text(rate, ".2f") for rate in all_rates[:MOST_RATES])
     if len(all_rates) > MOST_RATES:
         rates += f", and of {len(all_rates) - MOST_RATES} more in --json"
-    adaptive, k = run.engine.adaptive, run.engine.num_speculative_tokens
+    adaptive, k = run.engine.adaptive, run.engine.num_drafts
     steps = f"{summary['num_spec_steps']} steps of K {'<=' if adaptive else '='} {k}"
     if adaptive:
         steps += f", {summary['num_plain_steps']} plain"

@@ -50,7 +50,7 @@ def chat(settings: Chat) -> int:
     display.set_tokenizer(pair.tokenizer)
     _check_template(pair, config.rendering, target)
     display.warn([*unused_sampling(settings.sampling), *unused_rendering(config.rendering, pair, target)])
-    k, _ = pair.num_drafts(settings.engine.num_speculative_tokens)
+    k = pair.drafts(settings.engine.num_speculative_tokens).most
     context = chosen_context(pair, settings.engine, num_engines=1 + (settings.baseline and k > 0))
     config = dataclasses.replace(config, engine=dataclasses.replace(settings.engine, context=context))
     _check_context(pair, config)

@@ -270,7 +270,7 @@ def engine_rows(
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
     requests = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
     return [
-        ("slots", f"{config.slots}, K = {config.num_speculative_tokens}"),
+        ("slots", f"{config.slots}, K = {config.num_drafts}"),
         ("tokens reserved", f"{num_pages[0] * PAGE_SIZE:,}, in {num_pages[0]:,} pages of {PAGE_SIZE}"),
         *([("pages of windows", " + ".join(f"{count:,}" for count in windows))] if windows else []),
         ("in memory", _memory_of(reserved)),

@@ -150,7 +150,7 @@ def load_engine(
     name = settings.served_model_name or default_name(models[0])
     for line in _describe(pair, engine, f"{doing} {name}"):
         display.note(line)
-    builder = RequestBuilder(pair, config.context, settings.rendering.date, config.num_speculative_tokens)
+    builder = RequestBuilder(pair, config.context, settings.rendering.date, config.num_drafts)
     return engine, builder, name
 
 
@@ -221,7 +221,7 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
 def _describe(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
     config = engine.config
     pages, state, logits = engine.memory_bytes()
-    k = config.num_speculative_tokens
+    k = config.num_drafts
     speculates = "plainly" if not k else f"with K <= {k} by confidence" if config.adaptive else f"with K = {k}"
     return [
         f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.loaded.dtype}",

@@ -12,7 +12,7 @@ from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
 from peagle.cli.report import note_missing_plots, show
 from peagle.cli.sweep import Sweep
-from peagle.config import AUTO, named_drafts
+from peagle.config import AUTO, Drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure import pages
@@ -265,7 +265,7 @@ def _check_models(plan: Plan) -> None:
     if plan.aux_layer_ids is not None and not paths:
         raise InputError("--aux-layer-ids is given, but no drafter with weights to read them; leave it out")
     for path in paths:
-        ks = [named for k in plan.ks if (named := named_drafts(k)) is not None]
+        ks = [most for k in plan.ks if (most := Drafts.parse(k).most)]
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)

@@ -4,7 +4,7 @@ import dataclasses
 
 from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, speculation_of
 from peagle.cluster.config import FleetConfig
-from peagle.config import AUTO, named_drafts
+from peagle.config import AUTO, Drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
 from peagle.pair import Pair
@@ -23,8 +23,8 @@ def completed(config: FleetConfig) -> FleetConfig:
     pair = pair_without_weights(config)
     chosen_window(drafter_directory, load.drafter_window)  # raises for a window that the drafter cannot have
     if drafter_directory is not None:
-        named = named_drafts(k)
-        check_fit(target_directory, drafter_directory, load.aux_layer_ids, [] if named is None else [named])
+        most = Drafts.parse(k).most
+        check_fit(target_directory, drafter_directory, load.aux_layer_ids, [most] if most else [])
     engine = dataclasses.replace(
         engine,
         num_speculative_tokens=AUTO if k is None else k,

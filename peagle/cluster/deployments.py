@@ -195,7 +195,7 @@ class Application:
         pair = pair_without_weights(config)
         resolved = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
         engine = FleetEngine(resolved, pair.target.vocab_size, pair.stop_token_ids)
-        builder = RequestBuilder(pair, resolved.context, config.date, resolved.num_speculative_tokens)
+        builder = RequestBuilder(pair, resolved.context, config.date, resolved.num_drafts)
         fleet = Fleet(RayCalls(prefill, decode), engine, config.most_open, config.patience_s)
         self._watching = asyncio.get_running_loop().create_task(fleet.watch())
         responses = ResponseStore(config.response_store, config.response_ttl)

@@ -43,7 +43,7 @@ class Batches:
     def possible_drafts(self) -> tuple[int, ...]:
         """The numbers of drafts of the programs, ascending: K, and 0 if some steps are plain."""
         some_are_plain = self.config.adaptive or self.config.k_per_request
-        return tuple(sorted({self.config.num_speculative_tokens, *([0] if some_are_plain else [])}))
+        return tuple(sorted({self.config.num_drafts, *([0] if some_are_plain else [])}))
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Batches:
         """
         rows = [(slot, handle) for slot, handle in decoding if cut or handle.matcher is None]
         widths = [handle.request.most_drafts(most_drafts) if handle.can_draft else 0 for _, handle in rows]
-        number = self.config.num_speculative_tokens if any(widths) else 0
+        number = self.config.num_drafts if any(widths) else 0
         if cut:
             return StepBatch(rows, widths, self.kind(number, sampled=True, full_logits=True), count)
         sampled = any(not handle.request.sampling.greedy for _, handle in rows)

@@ -75,18 +75,18 @@ class Engine(AnyEngine):
         drafter without caches, which drafts in adaptive steps, too. make_executor: of a target over several processes
         (peagle.engine.remote). Raises InputError for K > 0 without a drafter, and for memory that holds no request.
         """
-        if config.num_speculative_tokens and drafter is None:
+        if config.num_drafts and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
         if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
             raise InputError("this target does not prefill at once; leave out --prefill blocked")
         super().__init__(config, stop_token_ids)
-        self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
+        self.target, self.drafter = target, drafter if config.num_drafts else None
         self.fingerprints = fingerprints
         self.memory = KVMemory(target, self.drafter, config)
         shape = ProgramShape(
             config.slots,
             config.context,
-            num_drafts=config.num_speculative_tokens,
+            num_drafts=config.num_drafts,
             most_steps=config.steps_per_dispatch,
             num_pages=self.memory.num_pages,
             table_widths=self.memory.table_widths,
@@ -264,7 +264,7 @@ class Engine(AnyEngine):
     def memory_bytes(self) -> tuple[int, int, int]:
         config, copies = self.config, self.memory.num_sharing
         state = tree_bytes(self.executor.shapes) - sum(self.memory.num_bytes)
-        logits = config.slots * (config.num_speculative_tokens + 1) * self.target.vocab_size * 4
+        logits = config.slots * (config.num_drafts + 1) * self.target.vocab_size * 4
         return self.memory.num_local_bytes, copies * state, copies * logits
 
     @property
@@ -507,7 +507,7 @@ class Engine(AnyEngine):
         """
 
         def choose(count: int) -> StepBatch:
-            drafts = self.config.num_speculative_tokens if self._pays(self._scheduler.num_active) else 0
+            drafts = self.config.num_drafts if self._pays(self._scheduler.num_active) else 0
             return self.batches.choose(self._scheduler.decoding, drafts, action.cut, count)
 
         batch = choose(action.count)
@@ -523,7 +523,7 @@ class Engine(AnyEngine):
 
     def _pays(self, num_active: int) -> bool:
         """Whether drafting can pay at this many active slots; True before costs are measured."""
-        return self.costs is None or self.costs.pays(num_active, self.config.num_speculative_tokens)
+        return self.costs is None or self.costs.pays(num_active, self.config.num_drafts)
 
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
         """Return the packed costs of a batch's steps, empty unless they are adaptive."""

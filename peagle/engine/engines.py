@@ -90,7 +90,7 @@ class Engines:
                 make = Executor if self._lead is None else self._lead.executor
                 engines = []
                 for models in self._replicas:
-                    target, drafter = models.of(config.num_speculative_tokens > 0)
+                    target, drafter = models.of(config.num_drafts > 0)
                     # synthetic acceptance imitates one drafter
                     lookup = models.lookup if config.synthetic_acceptance is None else None
                     stops, prints = self._stop_token_ids, self._fingerprints
@@ -104,7 +104,7 @@ class Engines:
         """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
         count = len(self._replicas)
         copies = count if jax.default_backend() == "cpu" else 1
-        target, drafter = self.models.of(config.num_speculative_tokens > 0)
+        target, drafter = self.models.of(config.num_drafts > 0)
         return copies * KVMemory(target, drafter, config.share(count)).num_local_bytes
 
     def prefix_cache_bytes(self, config: ResolvedConfig) -> int:
@@ -145,7 +145,7 @@ class Engines:
                 )
 
     def _check(self, config: ResolvedConfig) -> None:
-        k, target, drafter = config.num_speculative_tokens, self.models.target, self.models.drafter
+        k, target, drafter = config.num_drafts, self.models.target, self.models.drafter
         if k > target.max_positions - 2:
             raise InputError(
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
@@ -166,7 +166,7 @@ class Engines:
         trained = getattr(self.models.drafter, "trained_positions", None)
 
         def beyond(config: ResolvedConfig) -> bool:
-            return trained is not None and config.num_speculative_tokens > 0 and config.context > trained
+            return trained is not None and config.num_drafts > 0 and config.context > trained
 
         if beyond(config) and not any(map(beyond, self.by_config)):
             warnings.warn(

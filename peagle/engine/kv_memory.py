@@ -74,14 +74,14 @@ class Sizing:
     @property
     def num_lookahead_tokens(self) -> int:
         """Positions after a request's last token that a step writes."""
-        k = self.config.num_speculative_tokens
+        k = self.config.num_drafts
         return max(k, self.most_drafts or 0) if k else 0
 
     @property
     def rows_ahead(self) -> int:
         """Rows of a request after those that the host has read: two dispatches and one more step."""
         steps = 2 * self.config.steps_per_dispatch
-        return steps * (self.config.num_speculative_tokens + 1) + self.num_lookahead_tokens + 1
+        return steps * (self.config.num_drafts + 1) + self.num_lookahead_tokens + 1
 
     def pages_of(self, num_tokens: int) -> int:
         """Count the pages of this many tokens in a full group."""

@@ -23,7 +23,7 @@ class ResolvedConfig(EngineConfig):
     prefix_cache         bytes besides kv_memory, for prompts and answers that later requests may begin with
     kv_memory            None: for the context of every slot, MOST_RESERVED positions at most
     steps_per_dispatch   changes when tokens reach the host, never which tokens
-    adaptive             steps choose how many drafts to verify, num_speculative_tokens at most, by costs measured
+    adaptive             steps choose how many drafts to verify, num_drafts at most, by costs measured
                          at warm-up (peagle.engine.widths)
     counts               the acceptance that adaptive steps start from
     k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
@@ -45,6 +45,11 @@ class ResolvedConfig(EngineConfig):
     mask_budget_s: float = 0.05
     most_slow_masks: int = 8
     role: Role = "both"
+
+    @property
+    def num_drafts(self) -> int:
+        """K: what the engine calls num_speculative_tokens."""
+        return self.num_speculative_tokens
 
     def _check_together(self) -> None:
         if self.context < 2:

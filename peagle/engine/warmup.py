@@ -141,7 +141,7 @@ class WarmUp:
         Rounds of all cases repeat until the two shortest times of each case agree: noise only adds to a time. If some
         never agree, the machine is busy, and `steady` is False.
         """
-        slots, k = self._engine.config.slots, self._engine.config.num_speculative_tokens
+        slots, k = self._engine.config.slots, self._engine.config.num_drafts
         numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
         numbers = [number for number in numbers if self._fitting(number) is not None]
         verify, draft = {}, {}
@@ -178,7 +178,7 @@ class WarmUp:
     def _fitting(self, active: int) -> tuple[int, int, int] | None:
         """Choose (prompt tokens, steps, tokens in all) for one of this many slots; None if there are too few pages."""
         config, memory = self._engine.config, self._engine.memory
-        width, ahead = config.num_speculative_tokens + 1, memory.sizing.num_lookahead_tokens
+        width, ahead = config.num_drafts + 1, memory.sizing.num_lookahead_tokens
         pages = memory.num_pages[0] // active
         room = min(config.context, pages * PAGE_SIZE - ahead) - 2
         steps = max(1, min(config.steps_per_dispatch, room // (2 * width)))
@@ -214,7 +214,7 @@ class WarmUp:
 
     def _measure_round(self, prompts: "_Prompts", cases: Sequence["_Case"]) -> dict["_Case", float]:
         engine, active, size = self._engine, prompts.count, len(prompts.rows)
-        k = engine.config.num_speculative_tokens
+        k = engine.config.num_drafts
         params = SlotParams.of(Request((0,) * prompts.length, engine.config.context), (), engine.target.vocab_size)
         lengths, unknown = np.asarray([prompts.length], np.int32), np.asarray([-1], np.int32)
         seconds = {}
@@ -295,7 +295,7 @@ def store_for(config: ResolvedConfig, fingerprints: Fingerprints) -> Path | None
     device = jax.devices()[0]
     parts = {
         "models": [fingerprints.target, fingerprints.drafter],
-        "engine": [config.slots, config.num_speculative_tokens, config.steps_per_dispatch],
+        "engine": [config.slots, config.num_drafts, config.steps_per_dispatch],
         "machine": [platform.node(), device.device_kind, len(jax.devices()), os.cpu_count(), native.status()[0]],
         "versions": [jaxlib.__version__],
     }

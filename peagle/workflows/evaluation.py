@@ -53,7 +53,7 @@ def acceptance_on(
         counters, without_loops = pooled_counters(results), pooled_counters(not_looping)
         assert counters is not None
         return {
-            "num_speculative_tokens": engine_config.num_speculative_tokens,
+            "num_speculative_tokens": engine_config.num_drafts,
             "num_outputs": len(results),
             "num_left_out": len(prompts.skipped),
             "num_outputs_without_loops": len(not_looping),

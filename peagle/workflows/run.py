@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peagle.config import EngineConfig, SamplingParams
+from peagle.config import Drafts, EngineConfig, SamplingParams
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import PrefixCacheUse
 from peagle.engine.loop import AnyEngine
@@ -27,6 +27,8 @@ from peagle.ops.sizes import PrefixCacheSize
 from peagle.pair import DEFAULT_SAMPLING, Pair, RequestOptions
 from peagle.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
+
+PLAIN = Drafts(0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class Run:
     @property
     def drafting_cannot_pay(self) -> bool:
         """Whether no draft of a single request pays, even if all are accepted."""
-        return self.costs is not None and not self.costs.pays(1, self.engine.num_speculative_tokens)
+        return self.costs is not None and not self.costs.pays(1, self.engine.num_drafts)
 
 
 class Observer:
@@ -138,8 +140,8 @@ class _Session:
         self, pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer
     ) -> None:
         self.pair, self.conversations, self.config, self.observer = pair, conversations, config, observer
-        self.num_speculative_tokens, self.adaptive = pair.num_drafts(config.engine.num_speculative_tokens)
-        self.compares = config.baseline and self.num_speculative_tokens > 0
+        self.drafts = pair.drafts(config.engine.num_speculative_tokens)
+        self.compares = config.baseline and self.drafts.most > 0
         replicas = 1 + len(pair.replicas)
         self.slots = min(config.engine.slots, -(-len(conversations) // replicas) * replicas)
         counts = [conversation.num_requests for conversation in conversations]
@@ -161,7 +163,7 @@ class _Session:
         try:
             for number, requests in enumerate(self._rounds()):
                 self._decode_round(number, requests)
-            used = self._engine(self.num_speculative_tokens).prefix_cache_use
+            used = self._engine(self.drafts).prefix_cache_use
             if self.config.profile is not None:
                 try:
                     profiled = self._profile(self.config.profile)
@@ -169,7 +171,7 @@ class _Session:
                     profile_failed = str(error).partition("\n")[0]
         except KeyboardInterrupt:
             interrupted = True
-        engine = self._engine(self.num_speculative_tokens)
+        engine = self._engine(self.drafts)
         return Run(
             outcomes=[self.outcomes[index] for index in sorted(self.outcomes)],
             capacity=self.capacity,
@@ -189,7 +191,7 @@ class _Session:
     def _profile(self, directory: Path) -> Breakdown:
         self.observer.profiling()
         requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
-        return profile(self._engine(self.num_speculative_tokens), requests, directory)
+        return profile(self._engine(self.drafts), requests, directory)
 
     def _rounds(self) -> Iterator[list[Request]]:
         """Yield the requests with which a round begins.
@@ -271,14 +273,14 @@ class _Session:
             grammar=config.grammar,
         )
 
-    def _engine(self, num_speculative_tokens: int) -> AnyEngine:
+    def _engine(self, drafts: Drafts) -> AnyEngine:
         config = self.config.engine
-        if not num_speculative_tokens:  # the baseline
+        if not drafts.most:  # the baseline
             config = dataclasses.replace(config, synthetic_acceptance=None)
         resolved = self.pair.resolve(
             config,
-            num_speculative_tokens=num_speculative_tokens,
-            adaptive=self.adaptive and num_speculative_tokens > 0,
+            num_speculative_tokens=drafts.most,
+            adaptive=drafts.adaptive,
             slots=self.slots,
             context=self.capacity,
             prefix_cache=self.prefix_cache,
@@ -291,7 +293,7 @@ class _Session:
             # an answer's text may take more tokens in the next prompt than were emitted
             step = 1 if self.config.engine.blocked is None else self.config.engine.blocked.step
             self.capacity = -(-needed // step) * step
-        for engine in [self._engine(k) for k in [self.num_speculative_tokens] + [0] * self.compares]:
+        for engine in map(self._engine, [self.drafts] + [PLAIN] * self.compares):
             self.observer.compiling()
             before = engine.compile_s
             engine.warm_up(
@@ -319,7 +321,7 @@ class _Session:
 
         After an interruption, requests without a token have no outcome.
         """
-        engine = self._engine(self.num_speculative_tokens)
+        engine = self._engine(self.drafts)
         assemblers: dict[Handle, Assembler] = {}
 
         def start(starting: list[Request]) -> None:
@@ -368,7 +370,7 @@ class _Session:
             done += len(piece.token_ids)
             self.observer.compared(done, total)
 
-        return decode(self._engine(0), requests, self.pair.tokenizer, decoded)
+        return decode(self._engine(PLAIN), requests, self.pair.tokenizer, decoded)
 
     def _compare(self, outcome: Outcome, plain: Result) -> None:
         """Store plain decoding's result, and the first difference from it with its margin."""

@@ -140,8 +140,7 @@ def started(options: argparse.Namespace, models: ServedPair, variant: str, load:
 
 def engine_of(pair: Pair, k: K, load: Load) -> AnyEngine:
     """Make the engine of a server with this K in this process."""
-    drafts, adaptive = pair.num_drafts(k)
-    shape = pair.engine_config(drafts, slots=load.clients, context=load.context, adaptive=adaptive, k_per_request=True)
+    shape = pair.engine_config(k, slots=load.clients, context=load.context, k_per_request=True)
     engine = pair.engine(shape)
     engine.warm_up()
     return engine

@@ -12,7 +12,7 @@ import peagle.checkpoints
 import peagle.loading
 from drafter.propose import DFlash, Eagle3, PEagle
 from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_DIRECTORY, DEMO_EAGLE3
-from peagle.config import EngineConfig
+from peagle.config import Drafts, EngineConfig
 from peagle.engine.speculation import read_speculation
 from peagle.loading import MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
@@ -61,7 +61,7 @@ def test_it_drafts_by_the_file_that_it_ships(demo: Pair, tmp_path: Path, monkeyp
     (tmp_path / "target").symlink_to(DEMO_DIRECTORY / "target")
     (tmp_path / "drafter" / "speculation.json").write_text('{"num_speculative_tokens": 6}')
     monkeypatch.setattr(peagle.checkpoints, "DEMO_DIRECTORY", tmp_path)
-    assert with_drafter(demo, DEMO, DEMO).num_drafts("auto") == (6, True)
+    assert with_drafter(demo, DEMO, DEMO).drafts("auto") == Drafts(6, True)
 
 
 def test_it_accepts_what_it_did(demo: Pair) -> None:

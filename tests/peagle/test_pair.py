@@ -12,7 +12,7 @@ import pytest
 
 import peagle
 from peagle.checkpoints import DEMO_DIRECTORY, drafter_path, resolve
-from peagle.config import EngineConfig, SamplingParams
+from peagle.config import Drafts, EngineConfig, SamplingParams
 from peagle.engine.engine import Engine
 from peagle.engine.engines import LEAST_PREFIX_BYTES, FreeMemory
 from peagle.engine.request import Request
@@ -114,17 +114,17 @@ def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.Monk
 def test_the_default_k_is_the_pairs(toy: Pair) -> None:
     best = dataclasses.replace(toy, speculation=Speculation(5))
     assert best.generate([50], max_new_tokens=4).num_speculative_tokens == 5
-    assert best.num_drafts("auto") == (5, True)
-    assert best.num_drafts(None) == (5, True)
-    assert best.num_drafts(3) == (3, False)
-    assert dataclasses.replace(toy, drafter=None).num_drafts(None) == (0, False)
+    assert best.drafts("auto") == Drafts(5, True)
+    assert best.drafts(None) == Drafts(5, True)
+    assert best.drafts(3) == Drafts(3, False)
+    assert dataclasses.replace(toy, drafter=None).drafts(None) == Drafts(0, False)
 
 
 def test_auto_with_a_number_adapts_with_at_most_so_many_drafts_a_step(toy: Pair) -> None:
     """Fewer than the drafter's file says, or more; and the tokens stay plain decoding's."""
     best = dataclasses.replace(toy, speculation=Speculation(5))
-    assert best.num_drafts("auto:2") == (2, True)
-    assert best.num_drafts("auto:9") == (9, True)
+    assert best.drafts("auto:2") == Drafts(2, True)
+    assert best.drafts("auto:9") == Drafts(9, True)
     assert best.engine_config("auto:2", context=128).adaptive
     result = best.generate([50], max_new_tokens=20, num_speculative_tokens="auto:2")
     assert result.num_speculative_tokens == 2

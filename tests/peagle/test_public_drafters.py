@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from drafter.dialects import parse_config
+from peagle.config import Drafts
 from peagle.fit import check_fit
 from peagle.loading import load, with_drafter
 from peagle.ops.checkpoint import read_checkpoint
@@ -101,4 +102,4 @@ def test_a_block_has_no_more_drafts_than_rows(targets: dict[str, Path], plain: P
     with pytest.raises(InputError, match=r"K is 8; expected at most 7, since a block of the drafter has 8 rows"):
         drafting.stream(PROMPT, num_speculative_tokens=8)
     tiny = dataclasses.replace(small, config={**small.config, "block_size": 3}).write(tmp_path / "tiny")
-    assert with_drafter(pair, targets["20b"], tiny).num_drafts("auto") == (2, True)
+    assert with_drafter(pair, targets["20b"], tiny).drafts("auto") == Drafts(2, True)

@@ -61,11 +61,10 @@ def service_of(
     # several tests have engines of one shape, and each engine has one driver
     pair.engines.by_config.clear()
     pair = dataclasses.replace(pair, replicas=(pair,) * (replicas - 1))
-    most, adaptive = pair.num_drafts(k)
-    shape: dict[str, Any] = {"context": context, "slots": slots, "adaptive": adaptive, "k_per_request": True}
-    shape |= {"kv_memory": kv_memory, "prefix_cache": prefix_cache}
-    engine = pair.engine(pair.engine_config(most, **shape))
-    return Service(EngineLoop(engine, max_queue), RequestBuilder(pair, context, DATE, most), MODEL, **options)
+    shape: dict[str, Any] = {"context": context, "slots": slots, "k_per_request": True}
+    config = pair.engine_config(k, kv_memory=kv_memory, prefix_cache=prefix_cache, **shape)
+    builder = RequestBuilder(pair, context, DATE, config.num_drafts)
+    return Service(EngineLoop(pair.engine(config), max_queue), builder, MODEL, **options)
 
 
 class Client(TestClient):

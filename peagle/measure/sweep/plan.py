@@ -2,12 +2,11 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config import AUTO, MAX_NUM_DRAFTS, EngineConfig, SamplingParams, most_by_auto
+from peagle.config import AUTO, MAX_NUM_DRAFTS, Drafts, EngineConfig, SamplingParams
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable
 
@@ -183,12 +182,10 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     return [printable(str(path)) for path in paths]
 
 
-def k_order(k: K) -> tuple[bool, int | float]:
+def k_order(k: K) -> tuple[bool, int]:
     """Return a key that sorts numbers first, then auto:N by N, then auto."""
-    if isinstance(k, int):
-        return False, k
-    most = most_by_auto(k)
-    return True, math.inf if most is None else most
+    drafts = Drafts.parse(k, default=MAX_NUM_DRAFTS + 1)
+    return drafts.adaptive, drafts.most
 
 
 def parse_ks(text: str) -> tuple[K, ...]:
@@ -197,7 +194,7 @@ def parse_ks(text: str) -> tuple[K, ...]:
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if low.startswith(AUTO):
-            most_by_auto(part.strip())
+            Drafts.parse(part.strip())
             ks.append(part.strip())
         elif low.isdecimal() and (high.isdecimal() or not dash):
             values = range(int(low), int(high or low) + 1)

@@ -242,16 +242,14 @@ class SweepRun:
         They are the plan's largest fixed K, else those of `auto`.
         """
         pair = self._pair(variant)
-        num_drafts = max((k for k in self.plan.ks if isinstance(k, int)), default=0) or pair.num_drafts(variant.k)[0]
+        num_drafts = max((k for k in self.plan.ks if isinstance(k, int)), default=0) or pair.drafts(variant.k).most
         window = getattr(pair.drafter, "window", None)
         num_drafts = num_drafts if window is None else min(num_drafts, window - 1)
         return pair.engine(pair.engine_config(num_drafts, context=self.capacity, adaptive=True)), num_drafts
 
     def _engine(self, variant: Variant) -> AnyEngine:
         pair = self._pair(variant)
-        k, adaptive = pair.num_drafts(variant.k)
-        slots = variant.concurrency or 1
-        return pair.engine(pair.engine_config(k, context=self.capacity, adaptive=adaptive, slots=slots))
+        return pair.engine(pair.engine_config(variant.k, context=self.capacity, slots=variant.concurrency or 1))
 
     def profile(self, progress: Progress) -> None:
         """Profile PROFILED conversations of each workload by each variant, and store the results.
