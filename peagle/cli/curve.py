@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from drafter.train.folder import HELD_OUT
-from peagle.measure.sweep.charts import ON_DARK, svg
+from peagle.measure.sweep.charts import ON_DARK, can_draw, svg
+from peagle.ops.files import write_text_whole
 from peagle.workflows.export import CURVE
 
 FEW_POINTS = 20  # below this many, a line also shows its points
@@ -49,8 +50,8 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     on_dark = ON_DARK | dict(zip(light, dark, strict=True))
     drawing = svg(paint, panels=panels, size=(WIDTH, panels * HEIGHT), on_dark=on_dark)
     if drawing is None:
-        return "none: matplotlib is not installed (pip install matplotlib)"
-    (out / CURVE).write_text(drawing, encoding="utf-8")
+        return "none" if can_draw() else "none: matplotlib is not installed (pip install matplotlib)"
+    write_text_whole(out / CURVE, drawing)
     return str(out / CURVE)
 
 

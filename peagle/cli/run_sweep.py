@@ -10,12 +10,11 @@ from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo
 from peagle.cli.display import SUMMARY_INDENT, Display
 from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
-from peagle.cli.report import note_missing_plots, show
+from peagle.cli.report import finish
 from peagle.cli.sweep import Sweep
 from peagle.config import AUTO, named_drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
-from peagle.measure import pages
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import calibration, page
 from peagle.measure.sweep.figures import Row, alone, concurrent, rows
@@ -151,17 +150,15 @@ def _rows_without_drafts(figures: Sequence[Row]) -> Iterator[str]:
 
 
 def _finish(folder: Folder, display: Display) -> Sequence[Row]:
-    """Write the figures into run.json and the pages beside it, show them, and return them."""
+    """Write the figures into run.json, show them, write the pages beside it, and return the figures."""
     with display.stage("figures"):
         figures = rows(folder)
         record = {"rows": [row.to_json() for row in alone(figures)]}
         if folder.plan.concurrent:
             record["by_concurrency"] = [row.to_json() for row in concurrent(figures)]
         folder.save(**record)
-    with display.stage("drawing"):
-        pages.write(folder.path, page.run_blocks(folder, figures))
-    show(page.terminal_tables(folder, figures), headlines(folder, figures), folder.path, quiet=display.quiet)
-    note_missing_plots(display, folder.path)
+    tables, sentences = page.terminal_tables(folder, figures), headlines(folder, figures)
+    finish(display, tables, sentences, folder.path, lambda: page.run_blocks(folder, figures))
     return figures
 
 
