@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
+from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, from_anywhere, or_demo, resolve
 from peagle.cli.display import SUMMARY_INDENT, Display
 from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
@@ -163,7 +163,10 @@ def _finish(folder: Folder, display: Display) -> Sequence[Row]:
 
 
 def _plan(settings: Sweep) -> Plan:
-    """Make a plan from the options, still without prompts. Raises InputError for bad values."""
+    """Make a plan from the options, still without prompts. Raises InputError for bad values.
+
+    Its names hold in any working directory, because --resume may be typed in another one.
+    """
     if not settings.prompts:
         refuse_strict(settings.strict)
 
@@ -171,9 +174,12 @@ def _plan(settings: Sweep) -> Plan:
         return tuple(None if value == default else value for value in dict.fromkeys(typed.split(",")))
 
     return Plan(
-        target=or_demo(settings.load.target),
-        drafters=tuple(dict.fromkeys((or_demo(settings.drafter)).split(","))),
-        draft_vocabs=values(settings.draft_vocab, FULL),
+        target=from_anywhere(or_demo(settings.load.target)),
+        drafters=tuple(dict.fromkeys(map(from_anywhere, or_demo(settings.drafter).split(",")))),
+        draft_vocabs=tuple(
+            name if name is None or name.lstrip("-").isdecimal() else from_anywhere(name)
+            for name in values(settings.draft_vocab, FULL)
+        ),
         drafter_windows=values(settings.drafter_window, AUTO),
         ks=parse_ks(settings.num_speculative_tokens),
         sources=(),
@@ -200,7 +206,7 @@ def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSe
     paths = list(dict.fromkeys(settings.prompts))
     names = short_names([without_suffix(path) for path in paths])
     files = {
-        str(path): dataclasses.replace(_read(path, plan.target, plan.raw, settings.strict), name=name)
+        str(path.absolute()): dataclasses.replace(_read(path, plan.target, plan.raw, settings.strict), name=name)
         for path, name in zip(paths, names, strict=True)
     } or {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
     plan = dataclasses.replace(

@@ -212,7 +212,7 @@ def _recorded(settings: Train) -> dict[str, Any]:
     options = record(settings)
     options["data"] = [f"{folder.absolute()}:{share}" for folder, share in shares(settings.data)]
     for name in ("target", "init", "evaluate", "draft_vocab"):
-        if options[name] is not None and not options[name].isdecimal():
+        if options[name] is not None and not options[name].lstrip("-").isdecimal():
             options[name] = from_anywhere(options[name])
     return options
 

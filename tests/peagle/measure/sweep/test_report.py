@@ -207,8 +207,10 @@ def test_a_column_stands_where_it_says_something(
 
 
 def test_a_run_in_short_has_the_figures_of_the_whole(lab: Lab, runs: Runs) -> None:
-    """It is rounded; the run itself stays unchanged, and only its pages can be made again."""
+    """It is rounded; the run itself stays unchanged, and only its pages can be made again. It names no place."""
     folder, out = runs[0], lab.root / "short"
+    prompts = Path(folder.plan.sources[0].file)
+    assert prompts.is_absolute()
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     publish(folder.path, out)
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
@@ -218,7 +220,11 @@ def test_a_run_in_short_has_the_figures_of_the_whole(lab: Lab, runs: Runs) -> No
     assert all(f"]({name})" in text for name in pictures)
     assert {path.name for path in out.iterdir()} == {"README.md", "run.json", *pictures}
     short, whole = (json.loads((path / RUN).read_text()) for path in (out, folder.path))
-    assert (short["plan"], short["sittings"]) == (whole["plan"], whole["sittings"])
+    assert str(prompts.parent) not in f"{text} {short['plan']}"
+    assert short["plan"]["sources"] == [whole["plan"]["sources"][0] | {"file": prompts.name}]
+    assert [{**origin, "command": []} for origin in short["sittings"]] == [
+        {**origin, "command": []} for origin in whole["sittings"]
+    ]
     for row, full in zip(short["rows"], whole["rows"], strict=True):
         figures = {name: rounded(full[name]) for name in ("acceptance_length", "speedup")}
         calm = {"without_loops": {"acceptance_length": rounded(full["without_loops"]["acceptance_length"])}}
