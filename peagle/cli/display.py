@@ -47,8 +47,8 @@ def draft_text(text: str, origin: int) -> Text:
 class Stage:
     """A stage that takes seconds. Call it with (done, total), and the seconds left if the elapsed time misleads.
 
-    The elapsed time counts from the first call, because what comes before may be compilation, or was done by an earlier
-    run that this one resumes.
+    The elapsed time counts from the first call with a total, because what comes before may be compilation, or the work
+    of an earlier run that this one resumes.
 
     unit: what `done` counts; None shows a percentage. Calls `redraw` after a change, at most once in REDRAW_SECONDS.
     """
@@ -58,12 +58,13 @@ class Stage:
         self._redraw = redraw
         self._began = self._reported = time.monotonic()
         self._redrawn: float | None = None
-        self._first: tuple[float, int] | None = None  # when something was reported first, and what was done then
+        self._first: tuple[float, int] | None = None  # when a total was reported first, and what was done then
         self._last: tuple[int, int, float | None] = 0, 0, None
 
     def __call__(self, done: int, total: int, left_s: float | None = None) -> None:
         self._last, self._reported = (done, total, left_s), time.monotonic()
-        self._first = self._first or (self._reported, done)
+        if total and self._first is None:
+            self._first = self._reported, done
         if self._redrawn is None or self._reported - self._redrawn >= REDRAW_SECONDS:
             self._redrawn = self._reported
             self._redraw()
@@ -363,4 +364,5 @@ def left_text(left_s: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """Return "3 min 20 s", or "20 s"."""
-    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

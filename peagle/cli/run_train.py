@@ -18,7 +18,7 @@ from drafter.dialects import Dialect
 from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.batches import Batches
-from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
+from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, MOVABLE, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
 from drafter.train.shards import WEIGHTS
@@ -211,7 +211,7 @@ def _recorded(settings: Train) -> dict[str, Any]:
     """Return the options for the record, with names that --resume understands in any working directory."""
     options = record(settings)
     options["data"] = [f"{folder.absolute()}:{share}" for folder, share in shares(settings.data)]
-    for name in ("target", "init", "evaluate", "draft_vocab"):
+    for name in set(MOVABLE) - {"data"}:
         if options[name] is not None and not options[name].lstrip("-").isdecimal():
             options[name] = from_anywhere(options[name])
     return options

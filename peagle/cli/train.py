@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from drafter.train.config import DrafterShape, TrainConfig
+from drafter.train.folder import MOVABLE
 from peagle.cli.command import Takes, refuse_other_options, require_extra
 from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig, check_num_drafts
@@ -13,8 +14,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
 # allowed beside --resume, because they change only for how long the training runs, what it shows, and where files are
-EVALUATION = ("evaluate", "evaluate_every", "evaluate_prompts")
-MOVABLE = ("target", "data", "init", "draft_vocab")  # of the same content as before
+EVALUATION = ("evaluate_every", "evaluate_prompts")
 RESUMABLE = ("steps", "minutes", "mesh", "save_every", *EVALUATION, *MOVABLE, "strict", "quiet")
 
 

@@ -39,7 +39,8 @@ def acceptance_on(
 ) -> Callable[[DrafterParams], dict[str, Any]]:
     """Return a function that decodes held-out prompts with a drafter, greedily and at temperature 1.
 
-    It returns the fields of an evaluation in the log. Calls progress(outputs done, total) before each.
+    It returns the fields of an evaluation in the log. Calls progress(0, 0) while it compiles, and progress(outputs
+    done, total) before each.
     """
     assert isinstance(pair.plain_target, GptOss)
     target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
@@ -58,6 +59,7 @@ def acceptance_on(
 
     def measure(params: DrafterParams) -> dict[str, Any]:
         interrupt.check()
+        progress(0, 0)
         engine = Engine(target, drafter_of(params, config), engine_config, pair.stop_token_ids)
         engine.warm_up(sampled=True)
         both = list(decoded(engine))

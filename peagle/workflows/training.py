@@ -14,7 +14,7 @@ import jax
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.folder import COMMAND, steps_done
+from drafter.train.folder import COMMAND, MOVABLE, steps_done
 from drafter.train.recipe import Recipe
 from drafter.train.shards import NAME, Document, read_manifest, total_tokens
 from drafter.train.trainer import Trainer
@@ -122,9 +122,12 @@ def record_recipe(
     steps = begun["recipe"]["steps"]
     if recipe.steps < steps:
         raise InputError(f"{out} was begun with {steps} steps, now it is {recipe.steps}; expected as many or more")
+    updated = {**begun, COMMAND: {**begun[COMMAND], **{name: command[name] for name in MOVABLE}}}
     if recipe.steps > steps:
         continued = [*begun.get("continued", ()), {"at": steps_done(out), "steps_before": steps}]
-        _write_record(out, {**begun, "recipe": record["recipe"], "continued": continued})
+        updated |= {"recipe": record["recipe"], "continued": continued}
+    if updated != begun:
+        _write_record(out, updated)
 
 
 def _option(key: str) -> str:

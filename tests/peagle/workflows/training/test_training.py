@@ -435,7 +435,8 @@ def test_a_training_goes_on_from_any_folder_with_files_that_have_moved(
     assert gone in lab.resume(code=2, out=run)
     assert "was begun with --data" in lab.resume(f"--data {taught}", code=2, out=run)
     lab.resume("--data data", out=run)
-    assert steps_of(run)[-1] == 4
+    lab.resume("--steps 5", out=run)  # the place is known now
+    assert steps_of(run)[-1] == 5
     assert recipe_of(run)["command"]["target"] == str(here / "target")
     shutil.copytree(lab.drafter, elsewhere / "another")
     save_drafter(elsewhere / "another", random_params(DRAFTER, seed=9), DRAFTER)
@@ -448,6 +449,7 @@ def test_a_training_from_a_drafter_measures_it(lab: Lab) -> None:
     messages = lab.train(more)
     assert messages.index("step 0: held out: loss") < messages.index("step 0: acceptance length")
     assert messages.index("step 0: acceptance length") < messages.index("step 2 of 2")
+    assert "step 1 of 2" not in messages, "one count, in the lines of progress"
     assert (steps_of(lab.out, "held_out"), steps_of(lab.out, "evaluation")) == ([0, 2], [0, 2])
     evaluation = [line["evaluation"] for line in read_log(lab.out / LOG) if "evaluation" in line][-1]
     assert 1 <= evaluation["acceptance_length_at_temperature_1"] <= 4
