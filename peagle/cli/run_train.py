@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,20 +156,24 @@ def train(settings: Train) -> int:
     if interrupt.pressed():
         _note_interruption(display, checked, trainer.recipe.steps)
         raise KeyboardInterrupt
-    best = best_held_out(log) if trainer.held_out is not None else None
-    done = steps_done(out)
-    kept = f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
-    lines = [f"drafter      {out / DRAFTER} | {kept} | {time.monotonic() - started:.0f} s now"]
-    lines.append(f"curve        {curve}")
+    display.warn(filter(None, (no_gain(log, settings.shape.init), weak_drafter(log, out, init=trainer.measure_start))))
+    lines = [
+        f"drafter      {out / DRAFTER} | {_kept_step(log, trainer)} | {time.monotonic() - started:.0f} s now",
+        f"curve        {curve}",
+    ]
     if covered is not None:
         lines.append(f"proposes     {covered.describe()}")
     if prompts is not None and prompts.skipped:
         lines.append(f"left out     of --evaluate {skipped_line(prompts.skipped)}")
-    for warning in (no_gain(log, settings.shape.init), weak_drafter(log, out, init=settings.shape.init is not None)):
-        if warning:
-            say("warning", warning)
     display.summary(lines)
     return 0
+
+
+def _kept_step(log: Sequence[Mapping[str, Any]], trainer: Trainer) -> str:
+    """Say which step the drafter is."""
+    done = steps_done(trainer.out)
+    best = best_held_out(log) if trainer.held_out is not None else None
+    return f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
 
 
 def _resumed(settings: Train) -> Train:

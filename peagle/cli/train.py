@@ -23,8 +23,8 @@ class Train:
     """Train a P-EAGLE, EAGLE-3 or DFlash drafter.
 
     Reads the output of peagle data. Writes the recipe, the log, checkpoints and a
-    plot of the training, and at the end the drafter. The same command, or
-    --resume, resumes after the last checkpoint.
+    plot of the training, and at the end or after Ctrl-C the best drafter so far.
+    The same command, or --resume, resumes after the last checkpoint.
 
     [bold]Examples[/bold]
 
