@@ -12,7 +12,7 @@ import os
 import shutil
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -52,12 +52,12 @@ NEWEST_KEPT = 2  # checkpoints, besides the best one
 class Pace:
     """Measure a training's speed and remaining time.
 
-    The first step compiles, so it does not count. Pauses between steps are counted apart, by kind.
+    The first step and the first pause of a kind compile, so they say nothing about the next ones.
     """
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=50)
-        self._between: defaultdict[str, list[float]] = defaultdict(list)
+        self._pauses: dict[str, float] = {}  # seconds of the next one, by kind
         self._last: float | None = None  # end of the previous step
 
     @property
@@ -70,9 +70,12 @@ class Pace:
             self._steps.append(now - self._last)
         self._last = now
 
-    def paused(self, kind: str, seconds: float) -> None:
-        """Record seconds between two steps, which do not count as part of the next one."""
-        self._between[kind].append(seconds)
+    def paused(self, kind: str, seconds: float, again_s: float | None = None) -> None:
+        """Record seconds between two steps, which do not count as part of the next one.
+
+        again_s: the seconds of the next such pause, if known.
+        """
+        self._pauses[kind] = (seconds if kind in self._pauses else 0.0) if again_s is None else again_s
         if self._last is not None:
             self._last += seconds
 
@@ -80,8 +83,7 @@ class Pace:
         """Estimate the seconds of `steps` steps with so many pauses of each kind; None before the second step."""
         if self.step_s is None:
             return None
-        pauses = (count * min(self._between[kind], default=0.0) for kind, count in between.items())  # one compiles
-        return steps * self.step_s + sum(pauses)
+        return steps * self.step_s + sum(count * self._pauses.get(kind, 0.0) for kind, count in between.items())
 
 
 class TrainingStopped(RuntimeError):
@@ -97,6 +99,7 @@ class Trainer:
 
     measure_start: also measure the parameters that the training begins with, as step 0, which may be the best one.
     evaluate: measures the drafter (the command line passes in the engine's acceptance); its figures go to the log.
+    elapsed_s among them: the seconds without compilation.
     watch: called with every line of the log. progress: called after every step with (steps done, seconds left or None).
     should_stop: called before the first step and after each; True ends the training as its last step would, and so
     does a KeyboardInterrupt of `evaluate` after a step.
@@ -232,8 +235,9 @@ class Trainer:
     def _evaluate(self, done: int, state: State, ends: bool, pace: Pace) -> None:
         if self.evaluate is not None and self._evaluates(done, ends):
             began = time.monotonic()
-            self._log({"step": done, EVALUATION: dict(self.evaluate(self._whole(state.params)))})
-            pace.paused(EVALUATION, time.monotonic() - began)
+            figures = dict(self.evaluate(self._whole(state.params)))
+            self._log({"step": done, EVALUATION: figures})
+            pace.paused(EVALUATION, time.monotonic() - began, figures.get("elapsed_s"))
 
     def _measure(self, done: int, state: State, pace: Pace) -> None:
         assert self.held_out is not None

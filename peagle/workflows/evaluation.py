@@ -1,6 +1,7 @@
 """Evaluate a drafter during training: its loss on held-out prompts, and its acceptance in the engine."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -61,7 +62,9 @@ def acceptance_on(
         interrupt.check()
         progress(0, 0)
         engine = Engine(target, drafter_of(params, config), engine_config, pair.stop_token_ids)
-        engine.warm_up(sampled=True)
+        for for_sampling in (False, True):
+            engine.warm_up(for_sampling)
+        began = time.monotonic()
         both = list(decoded(engine))
         results, sampled = both[: len(conversations)], pooled_counters(both[len(conversations) :])
         not_looping = [result for result in results if not result.loops]
@@ -76,6 +79,7 @@ def acceptance_on(
             "acceptance_length": counters.acceptance_length,
             "acceptance_length_without_loops": None if without_loops is None else without_loops.acceptance_length,
             "acceptance_length_at_temperature_1": sampled.acceptance_length,
+            "elapsed_s": round(time.monotonic() - began, 2),
             "acceptance_rate_per_position": list(counters.acceptance_rate_per_position),
         }
 

@@ -142,11 +142,12 @@ def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pyt
         now[0] += seconds
         pace.stepped()
     assert pace.left_s(10, {"evaluation": 3}) == 20
-    now[0] += 30
-    pace.paused("evaluation", 30.0)
-    now[0] += 2
-    pace.stepped()
-    assert pace.left_s(10, {"evaluation": 3}) == 20 + 3 * 30
+    for pause, again_s, expected in ((90.0, None, 0), (30.0, None, 30), (90.0, 25.0, 25)):  # the first one compiles
+        now[0] += pause
+        pace.paused("evaluation", pause, again_s)
+        now[0] += 2
+        pace.stepped()
+        assert pace.left_s(10, {"evaluation": 3}) == 20 + 3 * expected
 
 
 class Killed(BaseException):
