@@ -99,7 +99,7 @@ class Trainer:
 
     measure_start: also measure the parameters that the training begins with, as step 0, which may be the best one.
     evaluate: measures the drafter (the command line passes in the engine's acceptance); its figures go to the log.
-    elapsed_s among them: the seconds without compilation.
+    One of them may be elapsed_s, its seconds without compilation.
     watch: called with every line of the log. progress: called after every step with (steps done, seconds left or None).
     should_stop: called before the first step and after each; True ends the training as its last step would, and so
     does a KeyboardInterrupt of `evaluate` after a step.

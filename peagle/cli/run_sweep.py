@@ -257,7 +257,10 @@ def _source(file: str, prompts: PromptSet, settings: Sweep) -> Source:
 
 
 def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
-    paths = {"target": resolve(target, "target")}
+    """Return the fingerprint of each checkpoint. Raises InputError for one that is not there."""
+    if not (directory := resolve(target, "target")).exists():
+        raise InputError(f"the target {directory} is not there; expected a checkpoint's directory, or a link to it")
+    paths = {"target": directory}
     paths |= {f"drafter {name}": path for name in drafters if (path := drafter_path(target, name)) is not None}
     return {name: fingerprint(path) for name, path in paths.items()}
 

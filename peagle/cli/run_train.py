@@ -100,7 +100,7 @@ class CheckedTraining:
     keep_prompt: int | None  # most tokens of a prompt in the data; None: all
     config: DrafterConfig
     vocab: DraftVocab | None
-    read: dict[str, dict[str, str]]  # digests of the files that may change between two resumes, for the record
+    digests: dict[str, dict[str, str]]  # digests of the files that may change between two resumes, for the record
     recipe: Recipe  # with steps = 1 if --minutes decides them
     batches: Batches
     begun: dict[str, Any] | None  # the record of the training to resume
@@ -140,7 +140,7 @@ def train(settings: Train) -> int:
         settings.data,
         settings.rows,
         documents,
-        checked.read,
+        checked.digests,
         checked.held_out_frac,
         _recorded(settings),
         covered,
@@ -243,13 +243,13 @@ def _check(settings: Train) -> CheckedTraining:
     if vocab is not None:  # raises InputError if no answer of the data has a token of the vocabulary
         data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)
     check_tokens(data.documents, config, shape)
-    read = {"target": {WEIGHTS: fingerprint(directory)}, "init": {}, "draft_vocab": {}}
+    digests = {"target": {WEIGHTS: fingerprint(directory)}, "init": {}, "draft_vocab": {}}
     if shape.init is not None:
-        read["init"] = {WEIGHTS: fingerprint(resolve(shape.init, "drafter"))}
+        digests["init"] = {WEIGHTS: fingerprint(resolve(shape.init, "drafter"))}
     if vocab is not None:
-        read["draft_vocab"] = {"sha256": hashlib.sha256(dumps(vocab.token_ids).encode()).hexdigest()}
+        digests["draft_vocab"] = {"sha256": hashlib.sha256(dumps(vocab.token_ids).encode()).hexdigest()}
     folders = [folder for folder, _ in folder_shares]
-    check_teachers(folders, config, read["target"][WEIGHTS], depth, strict=settings.strict)
+    check_teachers(folders, config, digests["target"][WEIGHTS], depth, strict=settings.strict)
     check_window(config, files.config, depth, by_option=shape.drafter_window != AUTO)
     parts = even_parts(config, learning.width) if learning.parts is None else learning.parts
     steps = begun["recipe"]["steps"] if settings.steps is None and begun is not None else settings.steps
@@ -267,7 +267,7 @@ def _check(settings: Train) -> CheckedTraining:
     devices_for(settings.rows, devices)  # raises InputError if they cannot share the rows
     return CheckedTraining(
         name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,
-        keep_prompt=kept_of_prompts(folders), config=config, vocab=vocab, read=read, recipe=recipe,
+        keep_prompt=kept_of_prompts(folders), config=config, vocab=vocab, digests=digests, recipe=recipe,
         batches=batches, begun=begun, devices=devices,
     )  # fmt: skip
 

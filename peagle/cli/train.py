@@ -14,8 +14,8 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
 # allowed beside --resume, because they change only for how long the training runs, what it shows, and where files are
-EVALUATION = ("evaluate_every", "evaluate_prompts")
-RESUMABLE = ("steps", "minutes", "mesh", "save_every", *EVALUATION, *MOVABLE, "strict", "quiet")
+SHOWN = ("evaluate_every", "evaluate_prompts", "strict", "quiet")
+RESUMABLE = ("steps", "minutes", "mesh", "save_every", *SHOWN, *MOVABLE)
 
 
 @dataclass(frozen=True, kw_only=True)

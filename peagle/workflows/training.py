@@ -31,7 +31,7 @@ from peagle.workflows.training_data import shares
 Figures = Mapping[str, Any]  # of an evaluation
 
 SHORT_ROW = 512  # parts of a row are not shorter than this many tokens
-MEASURED_STEPS, LEAST_MEASURED = 6, 3  # steps to plan --minutes; the first compiles
+MEASURED_STEPS, LEAST_MEASURED = 12, 3  # steps to plan --minutes; the first compiles
 MEASURED_FRAC = 0.05  # of --minutes, to measure slow steps
 LEAST_BETWEEN, MEASURED_TIMES = 10, 20  # losses on held-out documents: the fewest steps between two, the most of them
 PLANNED_FRAC = 0.9  # of --minutes, so that a machine that slows down still ends the schedule
@@ -84,14 +84,14 @@ def record_recipe(
     data: Sequence[str],
     rows: int,
     documents: Sequence[Document],
-    read: Mapping[str, Mapping[str, str]],
+    digests: Mapping[str, Mapping[str, str]],
     held_out_frac: float,
     command: Mapping[str, Any],
     covered: Coverage | None,
 ) -> None:
     """Write recipe.json. In a training that continues, check that it is the same, and add more steps to `continued`.
 
-    begun: the recipe.json of that training. read: digests of the files that it reads; their paths are not compared,
+    begun: the recipe.json of that training. digests: of the files that it reads; their paths are not compared,
     because files may move. command: the options for --resume. covered: the data's coverage by a narrowed vocabulary.
     Raises InputError that names all differences.
     """
@@ -102,7 +102,7 @@ def record_recipe(
         "schema": 1,
         "recipe": dataclasses.asdict(recipe),
         "drafter": dataclasses.asdict(config),
-        **read,
+        **digests,
         "data": {"manifests": manifests, "shares": [share for _, share in shares(data)], "mix": command["mix"]}
         | {"documents": len(documents), "tokens": total_tokens(documents)[0], "held_out": held_out_frac},
         "rows_per_step": rows,

@@ -366,6 +366,10 @@ def test_names_of_a_run_hold_in_any_folder(lab: Lab) -> None:
     (lab.root / "elsewhere").mkdir()
     lab.monkeypatch.chdir(lab.root / "elsewhere")
     lab.resume()
+    (lab.root / "run" / "run.json").write_text(
+        (lab.root / "run" / "run.json").read_text().replace(str(DEMO_DIRECTORY / "target"), str(lab.root / "gone"))
+    )
+    assert f"the target {lab.root / 'gone'} is not there; expected" in lab.resume(code=2)
 
 
 def test_a_dry_run_writes_nothing(lab: Lab) -> None:
