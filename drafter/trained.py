@@ -35,7 +35,7 @@ def drafter_in(directory: Path) -> Path | None:
     if not (directory / DRAFTER / CONFIG).exists():
         raise InputError(
             f"{directory} is a folder of peagle train without a drafter yet; peagle train --out {directory} --resume "
-            "goes on, and writes one at its end"
+            "goes on, and writes one at its end, or with --minutes 0 that of the last checkpoint"
         )
     return directory / DRAFTER
 

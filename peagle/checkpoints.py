@@ -69,6 +69,12 @@ def target_folder(name: str) -> Path | None:
     return directory if directory.is_dir() else None
 
 
+def from_anywhere(name: str) -> str:
+    """Name a checkpoint or a file so that the name holds in any working directory: a path becomes absolute."""
+    known = name in (*DEMO_DRAFTERS, *WEIGHTLESS) or is_name(name)
+    return name if known else str(Path(name).resolve())
+
+
 def name_for_others(target: str | None) -> str | None:
     """Name a target for programs with another working directory: an absolute path, or OWNER/NAME.
 

@@ -19,6 +19,7 @@ from typing import Any
 from peagle.measure import pages
 from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.figures import alone, concurrent, rows
+from peagle.measure.sweep.plan import Plan, short_names
 from peagle.measure.sweep.store import IN_SHORT, KIND, RUN, open_run
 from peagle.ops import strict_json
 from peagle.ops.errors import InputError
@@ -81,7 +82,19 @@ def _sweep(run: Path) -> dict[str, bytes]:
     record = {name: value for name, value in folder.record.items() if name != "shares"}
     record |= {"by_concurrency": at_once} if at_once else {}
     texts = {"README.md": pages.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
-    return {name: text.encode() for name, text in (texts | pages.pictures(blocks)).items()}
+    return {
+        name: _without_places(text, folder.plan).encode() for name, text in (texts | pages.pictures(blocks)).items()
+    }
+
+
+def _without_places(text: str, plan: Plan) -> str:
+    """Shorten the whole paths of models and files, which are those of one machine."""
+    files = [*plan.draft_vocabs, *(source.file for source in plan.sources)]
+    names = dict.fromkeys(name for name in (plan.target, *plan.drafters, *files) if name and Path(name).is_absolute())
+    short = dict(zip(names, short_names(list(names)), strict=True))
+    for name in sorted(names, key=len, reverse=True):
+        text = text.replace(name, short[name])
+    return text
 
 
 def _headline(row: Mapping[str, Any], parts: bool) -> Json:

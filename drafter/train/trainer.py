@@ -12,7 +12,7 @@ import os
 import shutil
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -52,12 +52,12 @@ NEWEST_KEPT = 2  # checkpoints, besides the best one
 class Pace:
     """Measure a training's speed and remaining time.
 
-    The first step compiles, so it does not count. Pauses between steps are counted apart, by kind.
+    The first step and the first pause of a kind compile, so they say nothing about the next ones.
     """
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=50)
-        self._between: defaultdict[str, list[float]] = defaultdict(list)
+        self._pauses: dict[str, float] = {}  # seconds of the next one, by kind
         self._last: float | None = None  # end of the previous step
 
     @property
@@ -70,9 +70,12 @@ class Pace:
             self._steps.append(now - self._last)
         self._last = now
 
-    def paused(self, kind: str, seconds: float) -> None:
-        """Record seconds between two steps, which do not count as part of the next one."""
-        self._between[kind].append(seconds)
+    def paused(self, kind: str, seconds: float, again_s: float | None = None) -> None:
+        """Record seconds between two steps, which do not count as part of the next one.
+
+        again_s: the seconds of the next such pause, if known.
+        """
+        self._pauses[kind] = (seconds if kind in self._pauses else 0.0) if again_s is None else again_s
         if self._last is not None:
             self._last += seconds
 
@@ -80,8 +83,7 @@ class Pace:
         """Estimate the seconds of `steps` steps with so many pauses of each kind; None before the second step."""
         if self.step_s is None:
             return None
-        pauses = (count * statistics.mean(self._between[kind] or [0.0]) for kind, count in between.items())
-        return steps * self.step_s + sum(pauses)
+        return steps * self.step_s + sum(count * self._pauses.get(kind, 0.0) for kind, count in between.items())
 
 
 class TrainingStopped(RuntimeError):
@@ -95,9 +97,12 @@ class Trainer:
     held_out: documents that measure the drafter. The result is the step that is best on them, whose checkpoint is kept;
     without them it is the last step.
 
+    measure_start: also measure the parameters that the training begins with, as step 0, which may be the best one.
     evaluate: measures the drafter (the command line passes in the engine's acceptance); its figures go to the log.
+    One of them may be elapsed_s, its seconds without compilation.
     watch: called with every line of the log. progress: called after every step with (steps done, seconds left or None).
-    should_stop: called before the first step and after each; True ends the training as its last step would.
+    should_stop: called before the first step and after each; True ends the training as its last step would, and so
+    does a KeyboardInterrupt of `evaluate` after a step.
     """
 
     out: Path
@@ -109,6 +114,7 @@ class Trainer:
     frozen: FrozenWeights | None = None  # of a DFlash drafter
     held_out: HeldOut | None = None
     held_out_every: int = 10  # steps; also at the end
+    measure_start: bool = False
     evaluate: Callable[[DrafterParams], Mapping[str, Any]] | None = None
     evaluate_every: int = 0  # steps; 0: only at the end
     save_every: int = 100  # steps
@@ -121,9 +127,8 @@ class Trainer:
     def run(self, initial: DrafterParams) -> DrafterParams:
         """Train from `initial`, or continue from the folder's newest checkpoint; return the trained parameters.
 
-        The result includes draft_to_target. If `evaluate` raises KeyboardInterrupt, the last step is saved first.
-        Raises TrainingStopped if the loss is not finite or the folder cannot be written, InputError for checkpoints
-        that do not fit.
+        The result includes draft_to_target. Raises TrainingStopped if the loss is not finite or the folder cannot be
+        written, InputError for checkpoints that do not fit, and KeyboardInterrupt if `evaluate` does before a step.
         """
         step = self.compiled()
         policy = preservation_policy.AnyPreservationPolicy(
@@ -153,7 +158,11 @@ class Trainer:
         self._expect_best(checkpoints)
         started, done, ends = time.monotonic(), first, self._ends(first)
         if ends:
-            state = self._best(checkpoints, done, state)
+            state = self._best(checkpoints, done, state, initial)
+        elif self.measure_start and not first:
+            if self.held_out is not None:
+                self._measure(0, state, pace)
+            self._evaluate(0, state, True, pace)
         if first and not evaluated:  # the process was killed during the evaluation, or there was none
             self._evaluate(first, state, ends, pace)
         records: list[Record] = []
@@ -166,27 +175,35 @@ class Trainer:
             left_s = pace.left_s(self.recipe.steps - done, self._pauses_after(done))
             self.progress(done, left_s)
             ends = self._ends(done)
-            saves = ends or done % self.save_every == 0
-            measures = self._measures(done, ends)
-            if saves or measures or done % self.log_every == 0 or self._evaluates(done, ends):
+            if self._logs(done, ends):
                 tokens = self.batches.rows_per_step * self.recipe.width
                 speed = None if pace.step_s is None else round(tokens / pace.step_s)
                 times = {"elapsed_s": round(time.monotonic() - started, 2), "left_s": left_s, "tok_per_s": speed}
                 self._log_records(checkpoints, done, records, times)
                 records = []
-            if measures:
-                self._measure(done, state, pace)
-                saves = saves or self._best_step() == done
-            if saves:
-                self._save(checkpoints, done, state)
+            self._measure_and_save(checkpoints, done, state, ends, pace)
             if ends:
-                state = self._best(checkpoints, done, state)
+                state = self._best(checkpoints, done, state, initial)
             try:
                 self._evaluate(done, state, ends, pace)
             except KeyboardInterrupt:
-                self._save(checkpoints, done, state)
-                raise
+                if not ends:
+                    self._save(checkpoints, done, state)
+                    state, ends = self._best(checkpoints, done, state, initial), True
         return self._whole(state.params)
+
+    def _measure_and_save(
+        self, checkpoints: ocp.CheckpointManager, done: int, state: State, ends: bool, pace: Pace
+    ) -> None:
+        """Measure and save a step, if it is time for that."""
+        if ends and done < self.recipe.steps:  # save first: a process that is told to end may soon be killed
+            self._save(checkpoints, done, state)
+        saves = self._saves(done, ends)
+        if self._measures(done, ends):
+            self._measure(done, state, pace)
+            saves = saves or self._best_step() == done
+        if saves:
+            self._save(checkpoints, done, state)
 
     def _ends(self, done: int) -> bool:
         return done == self.recipe.steps or self.should_stop()
@@ -194,6 +211,14 @@ class Trainer:
     def _evaluates(self, done: int, ends: bool) -> bool:
         due = self.evaluate_every > 0 and done % self.evaluate_every == 0
         return self.evaluate is not None and (due or ends)
+
+    def _logs(self, done: int, ends: bool) -> bool:
+        if done % self.log_every == 0 or self._saves(done, ends):
+            return True
+        return self._measures(done, ends) or self._evaluates(done, ends)
+
+    def _saves(self, done: int, ends: bool) -> bool:
+        return ends or done % self.save_every == 0
 
     def _measures(self, done: int, ends: bool) -> bool:
         return self.held_out is not None and (ends or done % self.held_out_every == 0)
@@ -210,8 +235,9 @@ class Trainer:
     def _evaluate(self, done: int, state: State, ends: bool, pace: Pace) -> None:
         if self.evaluate is not None and self._evaluates(done, ends):
             began = time.monotonic()
-            self._log({"step": done, EVALUATION: dict(self.evaluate(self._whole(state.params)))})
-            pace.paused(EVALUATION, time.monotonic() - began)
+            figures = dict(self.evaluate(self._whole(state.params)))
+            self._log({"step": done, EVALUATION: figures})
+            pace.paused(EVALUATION, time.monotonic() - began, figures.get("elapsed_s"))
 
     def _measure(self, done: int, state: State, pace: Pace) -> None:
         assert self.held_out is not None
@@ -244,20 +270,23 @@ class Trainer:
 
     def _expect_best(self, checkpoints: ocp.CheckpointManager) -> None:
         best = self._best_step()
-        if best is not None and best not in checkpoints.all_steps():
+        if best and best not in checkpoints.all_steps():
             raise InputError(
                 f"{self.out}: by {LOG} step {best} is the best on held-out documents, and {self._checkpoint(best)} is "
                 "missing; put it back, or take another --out"
             )
 
-    def _best(self, checkpoints: ocp.CheckpointManager, done: int, state: State) -> State:
-        """Return the state of the best step; if it is another than `state`, free `state` and read a checkpoint."""
+    def _best(self, checkpoints: ocp.CheckpointManager, done: int, state: State, initial: DrafterParams) -> State:
+        """Return the state of the best step; if it is another than `state`, free `state` and read a checkpoint.
+
+        initial: step 0, which has no checkpoint.
+        """
         best = self._best_step()
         if best is None or best == done:
             return state
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         jax.tree.map(lambda leaf: leaf.delete(), state)
-        return self._read(checkpoints, best, shapes)
+        return self._read(checkpoints, best, shapes) if best else self.begin(initial)
 
     @functools.cached_property
     def _fixed(self) -> Fixed:
@@ -375,9 +404,12 @@ class Trainer:
         self.watch(line)
 
     def _keep_log_until(self, step: int) -> bool:
-        """Cut the log after the step to continue from; return whether the log holds that step's evaluation."""
+        """Cut the log after the step to continue from; return whether the log holds that step's evaluation.
+
+        A training that begins anew, at step 0, measures its start again.
+        """
         path = self.out / LOG
-        kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
+        kept = [line for line in read_log(path) if line["step"] <= step] if step and path.exists() else []
         text = "".join(dumps(line) + "\n" for line in kept)
         write_text_whole(path, text)
         return any(line["step"] == step and EVALUATION in line for line in kept)

@@ -1,5 +1,6 @@
 """Plot a training's log."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from drafter.train.folder import HELD_OUT
-from peagle.measure.sweep.charts import ON_DARK, svg
+from peagle.measure.sweep.charts import ON_DARK, can_draw, svg
+from peagle.ops.errors import InputWarning
+from peagle.ops.files import reason_of, write_text_whole
 from peagle.workflows.export import CURVE
 
 FEW_POINTS = 20  # below this many, a line also shows its points
@@ -49,18 +52,27 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     on_dark = ON_DARK | dict(zip(light, dark, strict=True))
     drawing = svg(paint, panels=panels, size=(WIDTH, panels * HEIGHT), on_dark=on_dark)
     if drawing is None:
-        return "none: matplotlib is not installed (pip install matplotlib)"
-    (out / CURVE).write_text(drawing, encoding="utf-8")
+        (out / CURVE).unlink(missing_ok=True)  # that of an earlier run
+        return "none" if can_draw() else "none: matplotlib is not installed (pip install matplotlib)"
+    try:
+        write_text_whole(out / CURVE, drawing)
+    except OSError as error:
+        warnings.warn(f"{out / CURVE} cannot be written: {reason_of(error)}", InputWarning, stacklevel=2)
+        return "none"
     return str(out / CURVE)
 
 
 def _paint_evaluations(axis: Any, evaluated: Sequence[Mapping[str, Any]], colors: Sequence[str]) -> None:
-    lines = (("acceptance_length", "all", colors[0]), ("acceptance_length_without_loops", "without loops", colors[-1]))
-    for key, label, color in lines:
+    lines = (
+        ("acceptance_length", "greedy", colors[0], "-"),
+        ("acceptance_length_without_loops", "without loops", colors[-1], "-"),
+        ("acceptance_length_at_temperature_1", "temperature 1", colors[0], ":"),
+    )
+    for key, label, color, style in lines:
         known = [line for line in evaluated if line["evaluation"][key] is not None]
         if known:
             lengths = [line["evaluation"][key] for line in known]
-            axis.plot([line["step"] for line in known], lengths, marker="o", label=label, color=color)
+            axis.plot([line["step"] for line in known], lengths, style, marker="o", label=label, color=color)
     most = 1 + evaluated[-1]["evaluation"]["num_speculative_tokens"]
     axis.set(title="Acceptance length on held-out prompts", ylabel=f"tokens per step, at most {most}", ylim=(1, most))
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)

@@ -24,7 +24,7 @@ DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 LINE_SECONDS: float = 10.0  # between two lines of progress, if standard error is no terminal
 REDRAW_SECONDS = 1  # between two updates of progress on a terminal while a measurement runs
 LEAST_LEFT = 0.5  # seconds; a shorter time left is not shown
-COUNTED = ("tokens", "requests")  # progress in these units is a count, "2 of 9 tokens"; in others "run 3 of 9"
+COUNTED = ("tokens", "requests", "steps")  # progress in these units is a count, "2 of 9 tokens"; in others "run 3 of 9"
 PART = "part"  # a unit that takes long: a line shows the elapsed time if the time left is unknown or over
 SUMMARY_INDENT = 13  # characters before the text of a summary's line
 PLAINLY = "decoding plainly for comparison (--no-baseline skips it)"
@@ -47,6 +47,9 @@ def draft_text(text: str, origin: int) -> Text:
 class Stage:
     """A stage that takes seconds. Call it with (done, total), and the seconds left if the elapsed time misleads.
 
+    The elapsed time counts from the first call with a total, because what comes before may be compilation, or the work
+    of an earlier run that this one resumes.
+
     unit: what `done` counts; None shows a percentage. Calls `redraw` after a change, at most once in REDRAW_SECONDS.
     """
 
@@ -55,10 +58,13 @@ class Stage:
         self._redraw = redraw
         self._began = self._reported = time.monotonic()
         self._redrawn: float | None = None
+        self._first: tuple[float, int] | None = None  # when a total was reported first, and what was done then
         self._last: tuple[int, int, float | None] = 0, 0, None
 
     def __call__(self, done: int, total: int, left_s: float | None = None) -> None:
         self._last, self._reported = (done, total, left_s), time.monotonic()
+        if total and self._first is None:
+            self._first = self._reported, done
         if self._redrawn is None or self._reported - self._redrawn >= REDRAW_SECONDS:
             self._redrawn = self._reported
             self._redraw()
@@ -70,10 +76,11 @@ class Stage:
         With the time left, which runs down between reports.
         """
         done, total, left_s = self._last
-        if not total:
+        if not total or self._first is None:
             return ""
-        if left_s is None and done:
-            left_s = (self._reported - self._began) * (total - done) / done
+        began, before = self._first
+        if left_s is None and done > before:
+            left_s = (self._reported - began) * (total - done) / (done - before)
         if left_s is not None:
             left_s -= time.monotonic() - self._reported
         share = f"{done / total:.0%}"
@@ -146,11 +153,11 @@ class Display(Observer):
             sys.stdout.reconfigure(errors="replace")
 
     @contextmanager
-    def stage(self, title: str, animated: bool = True) -> Iterator[Stage]:
+    def stage(self, title: str, animated: bool = True, unit: str | None = None) -> Iterator[Stage]:
         """Show a stage during the block, with its elapsed time if animated. Raises KeyboardInterrupt after Ctrl-C."""
         interrupt.check()
         try:
-            yield self._show(title, animated)
+            yield self._show(title, animated, unit)
         finally:
             self.clear()
 
@@ -357,4 +364,5 @@ def left_text(left_s: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """Return "3 min 20 s", or "20 s"."""
-    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,7 +1,8 @@
 """`peagle report`: render runs of peagle sweep again, or compare several."""
 
+import functools
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from peagle.cli.flags import QUIET
+from peagle.cli.output import show_lines
 from peagle.measure import pages
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, printable
@@ -66,39 +68,49 @@ class Report:
                 raise InputError(f"{empty[0]} holds no request with all of its repeats; resume the run first")
             if len(folders) == 1:
                 (folder,) = folders
-                blocks = page.run_blocks(folder, figures[folder])
+                blocks = functools.partial(page.run_blocks, folder, figures[folder])
                 tables = list(page.terminal_tables(folder, figures[folder]))
                 sentences = headlines(folder, figures[folder])
             else:
                 compared = [differences(folders[0], folder) for folder in folders[1:]]
-                blocks = page.comparison_blocks(figures, compared)
+                blocks = functools.partial(page.comparison_blocks, figures, compared)
                 tables = list(page.difference_tables(folders, compared))
                 sentences = page.comparison_sentences(folders, compared)
-            where = self.out or folders[0].path
-            pages.write(where, blocks)
-        show(tables, sentences, where, self.quiet)
-        note_missing_plots(display, where)
+        finish(display, tables, sentences, self.out or folders[0].path, blocks)
         return 0
 
 
-def note_missing_plots(display: "Display", where: Path) -> None:
-    """Note how to get plots, if the pages have none."""
+def finish(
+    display: "Display",
+    tables: Iterable[tuple[str, pages.Table]],
+    sentences: Iterable[str],
+    where: Path,
+    blocks: Callable[[], Sequence[pages.Block]],
+) -> None:
+    """Write the page, show the figures, and name the page. If it cannot be written, the figures are shown all the same.
+
+    blocks: draws the pictures and returns the page.
+    """
     from peagle.measure.sweep import charts
 
+    try:
+        with display.stage("drawing"):
+            pages.write(where, blocks())
+    finally:
+        if not display.quiet:
+            show(tables, sentences)
     if not charts.can_draw():
         display.note(f"no plots: matplotlib is not installed; pip install matplotlib, then: peagle report {where}")
+    if not display.quiet:
+        show_lines([str(where / "report.html")])
 
 
-def show(tables: Iterable[tuple[str, pages.Table]], sentences: Iterable[str], where: Path, quiet: bool) -> None:
-    """Print tables with their titles, the result in sentences, and the path of the page."""
-    if quiet:
-        return
+def show(tables: Iterable[tuple[str, pages.Table]], sentences: Iterable[str]) -> None:
+    """Print tables with their titles, and the result in sentences."""
     console = Console(highlight=False)
     for title, table in tables:
         _show_table(console, title, table)
-    for sentence in sentences:
-        console.print(f"{printable(sentence)}.", markup=False, soft_wrap=True)
-    console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)
+    show_lines(f"{printable(sentence)}." for sentence in sentences)
 
 
 def _show_table(console: Console, title: str, table: pages.Table) -> None:

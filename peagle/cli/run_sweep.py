@@ -6,16 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
+from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, from_anywhere, or_demo, resolve
 from peagle.cli.display import SUMMARY_INDENT, Display
 from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
-from peagle.cli.report import note_missing_plots, show
+from peagle.cli.report import finish
 from peagle.cli.sweep import Sweep
 from peagle.config import AUTO, Drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
-from peagle.measure import pages
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import calibration, page
 from peagle.measure.sweep.figures import Row, alone, concurrent, rows
@@ -151,22 +150,23 @@ def _rows_without_drafts(figures: Sequence[Row]) -> Iterator[str]:
 
 
 def _finish(folder: Folder, display: Display) -> Sequence[Row]:
-    """Write the figures into run.json and the pages beside it, show them, and return them."""
+    """Write the figures into run.json, show them, write the pages beside it, and return the figures."""
     with display.stage("figures"):
         figures = rows(folder)
         record = {"rows": [row.to_json() for row in alone(figures)]}
         if folder.plan.concurrent:
             record["by_concurrency"] = [row.to_json() for row in concurrent(figures)]
         folder.save(**record)
-    with display.stage("drawing"):
-        pages.write(folder.path, page.run_blocks(folder, figures))
-    show(page.terminal_tables(folder, figures), headlines(folder, figures), folder.path, quiet=display.quiet)
-    note_missing_plots(display, folder.path)
+    tables, sentences = page.terminal_tables(folder, figures), headlines(folder, figures)
+    finish(display, tables, sentences, folder.path, lambda: page.run_blocks(folder, figures))
     return figures
 
 
 def _plan(settings: Sweep) -> Plan:
-    """Make a plan from the options, still without prompts. Raises InputError for bad values."""
+    """Make a plan from the options, still without prompts. Raises InputError for bad values.
+
+    Its names hold in any working directory, because --resume may be typed in another one.
+    """
     if not settings.prompts:
         refuse_strict(settings.strict)
 
@@ -174,9 +174,12 @@ def _plan(settings: Sweep) -> Plan:
         return tuple(None if value == default else value for value in dict.fromkeys(typed.split(",")))
 
     return Plan(
-        target=or_demo(settings.load.target),
-        drafters=tuple(dict.fromkeys((or_demo(settings.drafter)).split(","))),
-        draft_vocabs=values(settings.draft_vocab, FULL),
+        target=from_anywhere(or_demo(settings.load.target)),
+        drafters=tuple(dict.fromkeys(map(from_anywhere, or_demo(settings.drafter).split(",")))),
+        draft_vocabs=tuple(
+            name if name is None or name.lstrip("-").isdecimal() else from_anywhere(name)
+            for name in values(settings.draft_vocab, FULL)
+        ),
         drafter_windows=values(settings.drafter_window, AUTO),
         ks=parse_ks(settings.num_speculative_tokens),
         sources=(),
@@ -203,7 +206,7 @@ def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSe
     paths = list(dict.fromkeys(settings.prompts))
     names = short_names([without_suffix(path) for path in paths])
     files = {
-        str(path): dataclasses.replace(_read(path, plan.target, plan.raw, settings.strict), name=name)
+        str(path.absolute()): dataclasses.replace(_read(path, plan.target, plan.raw, settings.strict), name=name)
         for path, name in zip(paths, names, strict=True)
     } or {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
     plan = dataclasses.replace(
@@ -254,7 +257,10 @@ def _source(file: str, prompts: PromptSet, settings: Sweep) -> Source:
 
 
 def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
-    paths = {"target": resolve(target, "target")}
+    """Return the fingerprint of each checkpoint. Raises InputError for one that is not there."""
+    if not (directory := resolve(target, "target")).exists():
+        raise InputError(f"the target {directory} is not there; expected a checkpoint's directory, or a link to it")
+    paths = {"target": directory}
     paths |= {f"drafter {name}": path for name in drafters if (path := drafter_path(target, name)) is not None}
     return {name: fingerprint(path) for name, path in paths.items()}
 

@@ -1,8 +1,10 @@
 """Run `peagle train`: check everything, write the recipe, train the drafter, export it."""
 
 import dataclasses
+import functools
+import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,15 @@ from drafter.dialects import Dialect
 from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.batches import Batches
-from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
+from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, MOVABLE, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
+from drafter.train.shards import WEIGHTS
 from drafter.train.step import FrozenWeights, devices_for
 from drafter.train.trainer import Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import DraftVocab
-from peagle.checkpoints import DEMO, name_for_others, or_demo, resolve
+from peagle.checkpoints import DEMO, from_anywhere, name_for_others, or_demo, resolve
 from peagle.cli.command import changed_options, read_record, record
 from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration
@@ -36,18 +39,18 @@ from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import encoded
-from peagle.ops.flag import layers_reader
-from peagle.ops.settings import brief, mapping
+from peagle.ops.files import encoded, write_bytes_whole
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.parallel import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
 from peagle.workflows.evaluation import acceptance_on, answer_held_out, known_prompts, with_same_teacher
-from peagle.workflows.export import with_positions, write_with_card
+from peagle.workflows.export import card_files, with_positions, write_with_card
 from peagle.workflows.new_drafter import check_window, drafter_config, initial_params, with_blocks
 from peagle.workflows.training import (
     MEASURED_FRAC,
+    PLANNED_FRAC,
     Deadline,
     begun_in,
     check_parts,
@@ -57,12 +60,12 @@ from peagle.workflows.training import (
     record_recipe,
     seconds_of_held_out,
     seconds_per_step,
-    with_held_out,
 )
 from peagle.workflows.training_advice import (
     coverage_in_words,
     epochs_in_words,
     memorised_data,
+    no_gain,
     recipe_in_words,
     share,
     weak_drafter,
@@ -83,9 +86,6 @@ from target.config import TargetConfig
 from target.load import inspect_target, load_target
 from target.teacher import Teacher
 
-OLD_NAMES = {"warmup": "warmup_frac", "decay": "decay_frac", "clip": "clip_norm", "dtype": "compute_dtype"}
-FIRST_STEPS = 10  # without a terminal, these steps are noted one by one
-
 
 @dataclass(frozen=True)
 class CheckedTraining:
@@ -100,7 +100,7 @@ class CheckedTraining:
     keep_prompt: int | None  # most tokens of a prompt in the data; None: all
     config: DrafterConfig
     vocab: DraftVocab | None
-    weights: str  # the target's fingerprint
+    digests: dict[str, dict[str, str]]  # digests of the files that may change between two resumes, for the record
     recipe: Recipe  # with steps = 1 if --minutes decides them
     batches: Batches
     begun: dict[str, Any] | None  # the record of the training to resume
@@ -112,7 +112,7 @@ def train(settings: Train) -> int:
 
     --out then holds the recipe, the log, checkpoints, a curve, and the drafter in drafter/. Raises InputError for bad
     options, data and models before it writes, and later for a training that cannot go on; KeyboardInterrupt after
-    Ctrl-C, when a checkpoint holds the last step.
+    Ctrl-C, when a checkpoint holds the last step and drafter/ the best one.
     """
     settings = _resumed(settings) if settings.resume else settings
     display = Display(quiet=settings.quiet)
@@ -140,31 +140,40 @@ def train(settings: Train) -> int:
         settings.data,
         settings.rows,
         documents,
-        checked.weights,
+        checked.digests,
         checked.held_out_frac,
-        record(settings) | ({} if checked.name == DEMO else {"target": name_for_others(checked.name)}),
+        _recorded(settings),
         covered,
     )
 
     started = time.monotonic()
     _note_start(display, checked, settings, trainer)
     params = _run(trainer, initial, settings.minutes, display)
+    written = _write_drafter(checked, params, settings.dialect)
     log = list(read_log(out / LOG))
-    best = best_held_out(log) if trainer.held_out is not None else None
-    done = steps_done(out)
-    kept = f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
-    curve = draw(log, out)  # before the model card, which shows it
-    _write_drafter(checked, params, settings.dialect)
-    lines = [f"drafter      {out / DRAFTER} | {kept} | {time.monotonic() - started:.0f} s now"]
-    lines.append(f"curve        {curve}")
+    curve = draw(log, out)  # after the drafter, which is worth more
+    _write_card(checked, written, settings.dialect)
+    if interrupt.pressed():
+        _note_interruption(display, checked, trainer.recipe.steps)
+        raise KeyboardInterrupt
+    display.warn(filter(None, (no_gain(log, settings.shape.init), weak_drafter(log, out, init=trainer.measure_start))))
+    lines = [
+        f"drafter      {out / DRAFTER} | {_kept_step(log, trainer)} | {time.monotonic() - started:.0f} s now",
+        f"curve        {curve}",
+    ]
     if covered is not None:
         lines.append(f"proposes     {covered.describe()}")
     if prompts is not None and prompts.skipped:
         lines.append(f"left out     of --evaluate {skipped_line(prompts.skipped)}")
-    if weak := weak_drafter(log, out, init=settings.shape.init is not None):
-        say("warning", weak)
     display.summary(lines)
     return 0
+
+
+def _kept_step(log: Sequence[Mapping[str, Any]], trainer: Trainer) -> str:
+    """Say which step the drafter is."""
+    done = steps_done(trainer.out)
+    best = best_held_out(log) if trainer.held_out is not None else None
+    return f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
 
 
 def _resumed(settings: Train) -> Train:
@@ -173,42 +182,43 @@ def _resumed(settings: Train) -> Train:
     begun = begun_in(out)
     if begun is None:
         raise InputError(f"--resume: {out} holds no training; expected the folder of one, or leave out --resume")
-    if COMMAND not in begun:
-        raise InputError(f"--resume: {out} was begun by an older version; repeat its command without --resume instead")
-    changed = {option.name: option.of(settings) for option in changed_options(settings) if option.name in RESUMABLE}
+    if settings.minutes == 0 and not steps_done(out):
+        raise InputError(f"--minutes is 0, and {out} has no checkpoint yet to write a drafter from; expected more")
+    typed = {option.name: option.of(settings) for option in changed_options(settings) if option.name in RESUMABLE}
+    now = {"steps": None, "minutes": None, **typed, "out": settings.out, "resume": True}
     try:
-        before = read_record(Train, upgrade_record(begun[COMMAND]))
+        if not isinstance(command := begun.get(COMMAND), Mapping):
+            raise InputError(f"{COMMAND} is {brief(command)}; expected an object")
+        resumed = read_record(Train, {**command, **now})
     except InputError as error:
         raise InputError(
             f"--resume: the options in {out / RECIPE} cannot be read: {error}; expected what this version of peagle "
             "train writes: repeat the command without --resume instead"
         ) from None
-    return dataclasses.replace(
-        before, **{"out": settings.out, "resume": True, "steps": None, "minutes": None, **changed}
-    )
+    for flag, name in _inputs(resumed):
+        if Path(name).is_absolute() and not Path(name).exists():
+            raise InputError(f"--resume: {name} is not there any more; expected {flag} with its place now")
+    return resumed
 
 
-def upgrade_record(command: Any) -> dict[str, Any]:
-    """Rename the options of a recorded command to today's names. Old records nest some of them in "shape".
+def _inputs(settings: Train) -> Iterator[tuple[str, str]]:
+    """Yield (flag, name) of the files, folders and checkpoints that a training reads."""
+    yield from (("--data", str(folder)) for folder, _ in shares(settings.data))
+    shape = settings.shape
+    named = (settings.load.target, shape.init, shape.draft_vocab, settings.evaluate)
+    for flag, name in zip(("--target", "--init", "--draft-vocab", "--evaluate"), named, strict=True):
+        if name is not None:
+            yield flag, name
 
-    Raises InputError for a record without options, and for an option that is both in "shape" and beside it.
-    """
-    if not isinstance(command, Mapping):
-        raise InputError(f"{COMMAND} is {brief(command)}; expected an object")
-    if "shape" not in command:
-        return dict(command)
-    options: Mapping[str, Any] = command
-    flat = {OLD_NAMES.get(name, name): value for name, value in options.items()}
-    shape = mapping(flat, "shape")
-    del flat["shape"]
-    if twice := [name for name in shape if name in flat]:
-        raise InputError(f"{twice[0]} is recorded twice, in shape and beside it")
-    flat |= shape
-    flat["train_embedding"] = not flat.pop("freeze_embedding", False)
-    for name in ("taps", "aux_layer_ids"):
-        if isinstance(flat.get(name), str):
-            flat[name] = layers_reader(name)(flat[name])
-    return flat
+
+def _recorded(settings: Train) -> dict[str, Any]:
+    """Return the options for the record, with names that --resume understands in any working directory."""
+    options = record(settings)
+    options["data"] = [f"{folder.absolute()}:{share}" for folder, share in shares(settings.data)]
+    for name in set(MOVABLE) - {"data"}:
+        if options[name] is not None and not options[name].lstrip("-").isdecimal():
+            options[name] = from_anywhere(options[name])
+    return options
 
 
 def _check(settings: Train) -> CheckedTraining:
@@ -233,9 +243,13 @@ def _check(settings: Train) -> CheckedTraining:
     if vocab is not None:  # raises InputError if no answer of the data has a token of the vocabulary
         data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)
     check_tokens(data.documents, config, shape)
-    weights = fingerprint(directory)
+    digests = {"target": {WEIGHTS: fingerprint(directory)}, "init": {}, "draft_vocab": {}}
+    if shape.init is not None:
+        digests["init"] = {WEIGHTS: fingerprint(resolve(shape.init, "drafter"))}
+    if vocab is not None:
+        digests["draft_vocab"] = {"sha256": hashlib.sha256(dumps(vocab.token_ids).encode()).hexdigest()}
     folders = [folder for folder, _ in folder_shares]
-    check_teachers(folders, config, weights, depth, strict=settings.strict)
+    check_teachers(folders, config, digests["target"][WEIGHTS], depth, strict=settings.strict)
     check_window(config, files.config, depth, by_option=shape.drafter_window != AUTO)
     parts = even_parts(config, learning.width) if learning.parts is None else learning.parts
     steps = begun["recipe"]["steps"] if settings.steps is None and begun is not None else settings.steps
@@ -253,7 +267,7 @@ def _check(settings: Train) -> CheckedTraining:
     devices_for(settings.rows, devices)  # raises InputError if they cannot share the rows
     return CheckedTraining(
         name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,
-        keep_prompt=kept_of_prompts(folders), config=config, vocab=vocab, weights=weights, recipe=recipe,
+        keep_prompt=kept_of_prompts(folders), config=config, vocab=vocab, digests=digests, recipe=recipe,
         batches=batches, begun=begun, devices=devices,
     )  # fmt: skip
 
@@ -263,7 +277,7 @@ def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
     if settings.held_out is not None:
         return settings.held_out
     if begun is not None:
-        frac: float = with_held_out(begun)["data"]["held_out"]
+        frac: float = begun["data"]["held_out"]
         return frac
     return DEFAULT_FRAC if settings.evaluate is None else 0.0
 
@@ -285,7 +299,9 @@ def _trainer(
         with display.stage("loading the target to evaluate"):
             plain = load(name, None)
         k = settings.num_speculative_tokens
-        evaluate = acceptance_on(plain, config, prompts, settings.evaluate_prompts, k)
+        progress_of = functools.partial(display.begin_run, "measuring the acceptance length", unit="output")
+        measure = acceptance_on(plain, config, prompts, settings.evaluate_prompts, k, progress_of)
+        evaluate = deadline.outside(measure)
         if settings.held_out is None and not checked.held_out_frac:
             with display.stage("answering the held-out prompts"):
                 held_out = answer_held_out(plain, prompts, settings.evaluate_prompts, settings.learning.width)
@@ -302,6 +318,7 @@ def _trainer(
         FrozenWeights.of(initial, config),
         held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
         held_out_every=held_out_every(checked.recipe.steps),
+        measure_start=settings.shape.init is not None,
         evaluate=evaluate,
         evaluate_every=settings.evaluate_every,
         save_every=settings.save_every,
@@ -310,7 +327,7 @@ def _trainer(
     )
     done = steps_done(checked.out)
     complete = checked.begun is None or (settings.resume and done == trainer.recipe.steps)
-    if settings.minutes is not None and settings.steps is None and complete:
+    if settings.minutes and settings.steps is None and complete:
         steps = done + _plan_steps(settings.minutes, trainer, initial, display)
         update = _update(steps, config, settings, checked.begun)
         recipe = dataclasses.replace(checked.recipe, steps=steps, **dataclasses.asdict(update))
@@ -321,17 +338,10 @@ def _trainer(
 def _run(trainer: Trainer, initial: DrafterParams, minutes: float | None, display: Display) -> DrafterParams:
     """Train, with progress. Raises InputError if the training cannot go on, and KeyboardInterrupt after Ctrl-C."""
     steps, out = trainer.recipe.steps, trainer.out
-
-    def kept() -> str:
-        return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on after them"
-
-    done = steps_done(out)
-    with display.on_interrupt(kept), display.stage("training", animated=False) as advance:
+    with display.on_interrupt(lambda: kept_steps(out, steps)), display.stage("training", animated=False, unit="steps"):
 
         def progress(step: int, left_s: float | None) -> None:
-            advance(step, steps, left_s)
-            if step - done <= FIRST_STEPS and not display.live:
-                display.note(f"step {step} of {steps}{'' if left_s is None else f', {duration(left_s)} left'}")
+            display.begin_run("training", step, steps, left_s, unit="steps")
 
         warned = False
 
@@ -345,15 +355,33 @@ def _run(trainer: Trainer, initial: DrafterParams, minutes: float | None, displa
         try:
             params = dataclasses.replace(trainer, watch=watch, progress=progress).run(initial)
         except TrainingStopped as error:
-            raise InputError(str(error)) from None
-        interrupt.check()
-    if steps_done(out) < steps:
-        display.note(f"--minutes {minutes:g} are over: {kept()}")
+            remedy = f"; peagle train --out {out} --resume --minutes 0 writes the drafter so far"
+            raise InputError(f"{error}{remedy if steps_done(out) else ''}") from None
+        if not steps_done(out):
+            interrupt.check()  # there is nothing to write a drafter from
+    if steps_done(out) < steps and minutes and not interrupt.pressed():
+        display.note(f"--minutes {minutes:g} are over: {kept_steps(out, steps)}")
     return params
 
 
-def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dialect) -> None:
-    """Write the trained drafter in bfloat16, with its model card, into drafter/ of the training's folder."""
+def kept_steps(out: Path, steps: int) -> str:
+    return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on after them"
+
+
+def _note_interruption(display: Display, checked: CheckedTraining, steps: int) -> None:
+    """Say what is kept of an interrupted training, and how to try it."""
+    target = "" if checked.name == DEMO else f" --target {checked.name}"
+    display.note(
+        f"interrupted: {kept_steps(checked.out, steps)}; to try what they learned: peagle speculate{target} --drafter "
+        f"{checked.out / DRAFTER}"
+    )
+
+
+def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dialect) -> DrafterConfig:
+    """Write the trained drafter in bfloat16, with its model card, into drafter/ of the training's folder.
+
+    Return its config as written.
+    """
     weights = dataclasses.replace(params, draft_to_target=None)
     written = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
     written = dataclasses.replace(written, draft_to_target=params.draft_to_target)
@@ -363,6 +391,14 @@ def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dia
         files[SPECULATION_FILE] = encoded(dumps({WINDOW_KEY: config.narrowest_window}) + "\n")
         config = config.with_window(None)
     write_with_card(checked.out / DRAFTER, written, config, dialect, target, checked.target, checked.out, files)
+    return config
+
+
+def _write_card(checked: CheckedTraining, written: DrafterConfig, dialect: Dialect) -> None:
+    """Write the drafter's model card again, with the curve of this run. written: the drafter's config."""
+    files = card_files(written, dialect, name_for_others(checked.name), checked.target, checked.out)
+    for name, content in files.items():
+        write_bytes_whole(checked.out / DRAFTER / name, content)
 
 
 def _note_start(display: Display, checked: CheckedTraining, settings: Train, trainer: Trainer) -> None:
@@ -380,9 +416,11 @@ def _note_start(display: Display, checked: CheckedTraining, settings: Train, tra
             f"resumes at step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate now "
             f"follows a training of {steps} steps"
         )
-    if done < steps:
+    if settings.minutes == 0:
+        display.note(f"no step is trained with --minutes 0; {trainer.out} has {done} of {steps}")
+    elif done < steps:
         epochs = epochs_in_words([source.epochs(steps) for source in trainer.batches.sources])
-        display.note(f"training steps {done + 1} to {steps}, {epochs} in all; the first one compiles")
+        display.note(f"training steps {done + 1} to {steps}, {epochs} in all")
     else:
         display.note(f"{trainer.out} has all of its steps, {steps}; a larger --steps goes on with more")
 
@@ -399,21 +437,15 @@ def _update(steps: int, config: DrafterConfig, settings: Train, begun: Mapping[s
 def _plan_steps(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
     """Measure a step, and return how many fit into most of --minutes. Raises InputError if none does."""
     display.note(f"compiling, and measuring a step: how many fit into {minutes:g} minutes")
-    with display.stage("measuring a step", animated=False) as progress:
-        at_most_s = MEASURED_FRAC * 60 * minutes
-        step_s = seconds_per_step(trainer, initial, at_most_s, progress)
+    with display.stage("measuring a step", animated=False):
+        step_s = seconds_per_step(trainer, initial, MEASURED_FRAC * 60 * minutes)
         held_out_s = seconds_of_held_out(trainer, initial)
-    evaluation_s = 0.0
-    if trainer.evaluate is not None:
-        with display.stage("measuring an evaluation", animated=False):
-            began = time.monotonic()
-            trainer.evaluate(initial)
-            evaluation_s = time.monotonic() - began
-    steps = planned_steps(minutes, step_s, evaluation_s, trainer.evaluate_every, held_out_s)
-    takes = f"a step takes {step_s:.2g} s" + (f", an evaluation {evaluation_s:.2g} s" if evaluation_s else "")
+    steps = planned_steps(minutes, step_s, held_out_s)
     if not steps:
-        raise InputError(f"--minutes is {minutes:g}, and {takes}; expected time for a step, or --steps")
-    display.note(f"{takes}: {steps} steps are planned")
+        raise InputError(
+            f"--minutes is {minutes:g}, and a step takes {step_s:.2g} s; expected time for a step, or --steps"
+        )
+    display.note(f"a step takes {step_s:.2g} s: {steps} steps are planned for {PLANNED_FRAC:.0%} of the time")
     return steps
 
 
@@ -421,10 +453,11 @@ def describe_log_line(line: Mapping[str, Any]) -> str:
     """Describe a line of the log in a sentence."""
     if EVALUATION in line:
         figures = line[EVALUATION]
-        lengths = [figure_text(figures[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
+        kinds = ("", "_without_loops", "_at_temperature_1")
+        greedy, without_loops, sampled = (figure_text(figures[f"acceptance_length{kind}"], ".2f") for kind in kinds)
         return (
-            f"step {line['step']}: acceptance length {lengths[0]}, without loops {lengths[1]}, of "
-            f"{figures['num_outputs']} held-out prompts"
+            f"step {line['step']}: acceptance length {greedy} greedily, {without_loops} without loops, {sampled} at "
+            f"temperature 1, of {figures['num_outputs']} held-out prompts"
         )
     if HELD_OUT in line:
         return f"step {line['step']}: held out: {_figures(line[HELD_OUT])}"

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from drafter.train.config import DrafterShape, TrainConfig
+from drafter.train.folder import MOVABLE
 from peagle.cli.command import Takes, refuse_other_options, require_extra
 from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
-# allowed beside --resume, because they change only for how long the training runs, and what it shows
-EVALUATION = ("evaluate", "evaluate_every", "evaluate_prompts")
-RESUMABLE = ("steps", "minutes", "mesh", "save_every", *EVALUATION, "strict", "quiet")
+# allowed beside --resume, because they change only for how long the training runs, what it shows, and where files are
+SHOWN = ("evaluate_every", "evaluate_prompts", "strict", "quiet")
+RESUMABLE = ("steps", "minutes", "mesh", "save_every", *SHOWN, *MOVABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,8 @@ class Train:
     """Train a P-EAGLE, EAGLE-3 or DFlash drafter.
 
     Reads the output of peagle data. Writes the recipe, the log, checkpoints and a
-    plot of the training, and at the end the drafter. The same command, or
-    --resume, resumes after the last checkpoint.
+    plot of the training, and at the end or after Ctrl-C the best drafter so far.
+    The same command, or --resume, resumes after the last checkpoint.
 
     [bold]Examples[/bold]
 
@@ -49,12 +50,14 @@ class Train:
     out: Annotated[str, Flag(OUTPUT, "DIR")]
     """Output directory; the same command resumes it."""
     resume: Annotated[bool, Flag(RUNNING)] = False
-    """Resume the training in --out with its own options; --steps or --minutes extend it."""
+    """Resume the training in --out with its own options; --steps or --minutes extend it. --data, --target and --init
+    name files that have moved."""
     load: Annotated[LoadConfig, Takes(("target", "download"))] = LoadConfig()
     steps: Annotated[int | None, Flag(LEARNING, "N")] = None
     """Training steps; more steps than before extend the training in --out."""
     minutes: Annotated[float | None, Flag(LEARNING, "MINUTES")] = None
-    """Time limit of this run, from its first step on. Without --steps, train for as many steps as fit."""
+    """Minutes of training: not of loading, compiling and --evaluate. Without --steps, train for as many steps as fit.
+    With --resume, 0 trains no step and writes the drafter of the last checkpoint."""
     shape: DrafterShape = DrafterShape()
     mesh: Annotated[str | None, Flag(RUNNING, "dp=N")] = None
     """Data parallelism: devices that share the rows of a step; may differ after --resume. Default: the most devices
@@ -65,7 +68,7 @@ class Train:
     save_every: Annotated[int, Flag(RUNNING, "STEPS")] = 100
     """Steps between checkpoints, 1 or more."""
     evaluate: Annotated[str | None, Flag(RUNNING, "FILE.jsonl")] = None
-    """Held-out prompts: measure the acceptance length on them with the engine."""
+    """Held-out prompts: measure the acceptance length on them with the engine, greedily and at temperature 1."""
     evaluate_every: Annotated[int, Flag(RUNNING, "STEPS")] = 200
     """Steps between evaluations; 0: only at the end."""
     evaluate_prompts: Annotated[int, Flag(RUNNING, "N")] = 20
@@ -85,7 +88,7 @@ class Train:
     def __post_init__(self) -> None:
         check_least(self, steps=1, save_every=1, evaluate_every=0, evaluate_prompts=1)
         check_num_drafts(self.num_speculative_tokens, plain=False)
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
+        if self.minutes is not None and not (0 < self.minutes < math.inf or (self.resume and self.minutes == 0)):
             raise InputError(f"minutes is {self.minutes:g}; expected a number above 0", "minutes")
         if self.held_out is not None and not 0 <= self.held_out <= 0.5:
             raise InputError(f"held_out is {self.held_out:g}; expected a fraction from 0 to 0.5", "held_out")

@@ -35,9 +35,14 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_bytes_whole(path: Path, content: bytes) -> None:
+    """Write a file as `write_whole` does."""
+    write_whole(path, lambda temporary: temporary.write_bytes(content))
+
+
 def write_text_whole(path: Path, text: str) -> None:
     """Write a text as `write_whole` does, in UTF-8. Lone surrogates become escapes, so no text fails."""
-    write_whole(path, lambda temporary: temporary.write_bytes(encoded(text)))
+    write_bytes_whole(path, encoded(text))
 
 
 @contextlib.contextmanager
@@ -80,7 +85,7 @@ def write_cached(path: Path, content: bytes) -> bool:
     """Write `content` to `path` in a cache; return whether it succeeded."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda temporary: temporary.write_bytes(content))
+        write_bytes_whole(path, content)
     except OSError:
         return False
     return True

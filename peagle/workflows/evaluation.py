@@ -1,7 +1,8 @@
 """Evaluate a drafter during training: its loss on held-out prompts, and its acceptance in the engine."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from peagle.measure.metrics import pooled_counters
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.result import decode
+from peagle.result import Result, decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering
 from peagle.workflows.answers import AnswerOptions, answer
@@ -30,28 +31,46 @@ SLOTS = 8  # held-out prompts that are answered at once
 
 
 def acceptance_on(
-    pair: Pair, config: DrafterConfig, prompts: PromptSet, num_prompts: int, num_drafts: int
+    pair: Pair,
+    config: DrafterConfig,
+    prompts: PromptSet,
+    num_prompts: int,
+    num_drafts: int,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Callable[[DrafterParams], dict[str, Any]]:
-    """Return a function that decodes held-out prompts greedily with a drafter.
+    """Return a function that decodes held-out prompts with a drafter, greedily and at temperature 1.
 
-    It returns the fields of an evaluation in the log.
+    It returns the fields of an evaluation in the log. Calls progress(0, 0) while it compiles, and progress(outputs
+    done, total) before each.
     """
     assert isinstance(pair.plain_target, GptOss)
     target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
+    conversations = prompts.conversations[:num_prompts]
     requests = [
-        pair.request(conversation, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
-        for index, conversation in enumerate(prompts.conversations[:num_prompts])
+        pair.request(conversation, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, sampling=sampling, index=index)
+        for sampling in (SamplingParams(), SamplingParams(1.0))
+        for index, conversation in enumerate(conversations)
     ]
     engine_config = pair.engine_config(num_drafts, context=pair.capacity(requests))
 
+    def decoded(engine: Engine) -> Iterator[Result]:
+        for number, request in enumerate(requests):
+            progress(number, len(requests))
+            yield from decode(engine, [request], None)
+
     def measure(params: DrafterParams) -> dict[str, Any]:
         interrupt.check()
+        progress(0, 0)
         engine = Engine(target, drafter_of(params, config), engine_config, pair.stop_token_ids)
-        engine.warm_up()
-        results = [result for request in requests for result in decode(engine, [request], None)]
+        for for_sampling in (False, True):
+            engine.warm_up(for_sampling)
+        began = time.monotonic()
+        both = list(decoded(engine))
+        results, sampled = both[: len(conversations)], pooled_counters(both[len(conversations) :])
         not_looping = [result for result in results if not result.loops]
         counters, without_loops = pooled_counters(results), pooled_counters(not_looping)
         assert counters is not None
+        assert sampled is not None
         return {
             "num_speculative_tokens": engine_config.num_drafts,
             "num_outputs": len(results),
@@ -59,6 +78,8 @@ def acceptance_on(
             "num_outputs_without_loops": len(not_looping),
             "acceptance_length": counters.acceptance_length,
             "acceptance_length_without_loops": None if without_loops is None else without_loops.acceptance_length,
+            "acceptance_length_at_temperature_1": sampled.acceptance_length,
+            "elapsed_s": round(time.monotonic() - began, 2),
             "acceptance_rate_per_position": list(counters.acceptance_rate_per_position),
         }
 

@@ -157,10 +157,19 @@ def write_with_card(
     verifier: the target's name for others; target: its config, if known. run: the drafter's folder of peagle train, if
     it is one: the card then describes the training, with a copy of its curve.
     """
-    written = {**files, "README.md": encoded(card(config, dialect, verifier, target, run))}
+    save_drafter(
+        out, params, config, dialect, verifier, {**files, **card_files(config, dialect, verifier, target, run)}
+    )
+
+
+def card_files(
+    config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path
+) -> dict[str, bytes]:
+    """Make the card and the copy of the curve that it shows, by name. The arguments are those of `write_with_card`."""
+    written = {"README.md": encoded(card(config, dialect, verifier, target, run))}
     if _is_training(run) and (run / CURVE).is_file():
         written[CURVE] = (run / CURVE).read_bytes()
-    save_drafter(out, params, config, dialect, verifier, written)
+    return written
 
 
 def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path) -> str:
@@ -276,9 +285,10 @@ def _training(run: Path) -> str:
         last = evaluations[-1]
         length, num_outputs = last["acceptance_length_without_loops"], last["num_outputs_without_loops"]
         lines += [
-            f"Acceptance length on {last['num_outputs']} held-out prompts, greedy, "
-            f"K = {last['num_speculative_tokens']}: {figure_text(last['acceptance_length'], '.2f')}"
-            + ("." if length is None else f"; {length:.2f} on the {num_outputs} whose output does not loop."),
+            f"Acceptance length on {last['num_outputs']} held-out prompts, K = {last['num_speculative_tokens']}: "
+            f"{figure_text(last['acceptance_length'], '.2f')} greedily"
+            + ("" if length is None else f", {length:.2f} on the {num_outputs} whose output does not loop")
+            + f"; {figure_text(last['acceptance_length_at_temperature_1'], '.2f')} at temperature 1.",
             "",
         ]
     if (run / CURVE).is_file():

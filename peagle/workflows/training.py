@@ -14,9 +14,9 @@ import jax
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.folder import COMMAND, steps_done
+from drafter.train.folder import COMMAND, MOVABLE, steps_done
 from drafter.train.recipe import Recipe
-from drafter.train.shards import WEIGHTS, Document, read_manifest, total_tokens
+from drafter.train.shards import NAME, Document, read_manifest, total_tokens
 from drafter.train.trainer import Trainer
 from drafter.trained import COVERAGE, RECIPE, read_record
 from drafter.vocabulary import Coverage
@@ -28,8 +28,10 @@ from peagle.ops.records import describe_difference, flat
 from peagle.ops.strict_json import dumps
 from peagle.workflows.training_data import shares
 
+Figures = Mapping[str, Any]  # of an evaluation
+
 SHORT_ROW = 512  # parts of a row are not shorter than this many tokens
-MEASURED_STEPS, LEAST_MEASURED = 6, 3  # steps to plan --minutes; the first compiles
+MEASURED_STEPS, LEAST_MEASURED = 12, 3  # steps to plan --minutes; the first compiles
 MEASURED_FRAC = 0.05  # of --minutes, to measure slow steps
 LEAST_BETWEEN, MEASURED_TIMES = 10, 20  # losses on held-out documents: the fewest steps between two, the most of them
 PLANNED_FRAC = 0.9  # of --minutes, so that a machine that slows down still ends the schedule
@@ -44,7 +46,7 @@ OPTIONS = {  # by value in recipe.json, if the option has another name
     "recipe.compute_dtype": "--dtype",
     "drafter.windows": "--drafter-window",
 }
-MAY_DIFFER = ("data.given", "recipe.steps")  # values in recipe.json, when a training continues
+MAY_DIFFER = "recipe.steps"  # the value in recipe.json that may differ when a training continues
 
 
 def even_parts(config: DrafterConfig, width: int) -> int:
@@ -82,23 +84,26 @@ def record_recipe(
     data: Sequence[str],
     rows: int,
     documents: Sequence[Document],
-    weights: str,
+    digests: Mapping[str, Mapping[str, str]],
     held_out_frac: float,
     command: Mapping[str, Any],
     covered: Coverage | None,
 ) -> None:
     """Write recipe.json. In a training that continues, check that it is the same, and add more steps to `continued`.
 
-    begun: the recipe.json of that training. command: the options as typed, for --resume. covered: the data's coverage
-    by a narrowed vocabulary. Raises InputError that names all differences.
+    begun: the recipe.json of that training. digests: of the files that it reads; their paths are not compared,
+    because files may move. command: the options for --resume. covered: the data's coverage by a narrowed vocabulary.
+    Raises InputError that names all differences.
     """
-    folders = [folder for folder, _ in shares(data)]
+    manifests = [
+        {name: value for name, value in read_manifest(folder).items() if name != NAME} for folder, _ in shares(data)
+    ]
     record = {
         "schema": 1,
         "recipe": dataclasses.asdict(recipe),
         "drafter": dataclasses.asdict(config),
-        "target": {WEIGHTS: weights},
-        "data": {"given": list(data), "manifests": [read_manifest(folder) for folder in folders], "mix": command["mix"]}
+        **digests,
+        "data": {"manifests": manifests, "shares": [share for _, share in shares(data)], "mix": command["mix"]}
         | {"documents": len(documents), "tokens": total_tokens(documents)[0], "held_out": held_out_frac},
         "rows_per_step": rows,
     }
@@ -108,24 +113,21 @@ def record_recipe(
         known = {} if covered is None else {COVERAGE: dataclasses.asdict(covered)}
         _write_record(out, {**record, COMMAND: dict(command), **known, "provenance": provenance()})
         return
-    stated = flat(record).keys()  # without the values that a later version adds
     then, now = (
-        {key: value for key, value in flat(values).items() if key in stated and key not in MAY_DIFFER}
-        for values in (with_held_out(begun), record)
+        {key: value for key, value in flat({part: values[part] for part in record}).items() if key != MAY_DIFFER}
+        for values in (begun, record)
     )
     if difference := describe_difference(then, now, _option):
         raise InputError(f"{out} was begun with {difference}; expected the same: take another --out")
     steps = begun["recipe"]["steps"]
     if recipe.steps < steps:
         raise InputError(f"{out} was begun with {steps} steps, now it is {recipe.steps}; expected as many or more")
+    updated = {**begun, COMMAND: {**begun[COMMAND], **{name: command[name] for name in MOVABLE}}}
     if recipe.steps > steps:
         continued = [*begun.get("continued", ()), {"at": steps_done(out), "steps_before": steps}]
-        _write_record(out, {**begun, "recipe": record["recipe"], "continued": continued})
-
-
-def with_held_out(begun: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the share of held-out documents to a record of a version that held out none."""
-    return {**begun, "data": {"held_out": 0.0, **begun["data"]}}
+        updated |= {"recipe": record["recipe"], "continued": continued}
+    if updated != begun:
+        _write_record(out, updated)
 
 
 def _option(key: str) -> str:
@@ -135,7 +137,9 @@ def _option(key: str) -> str:
     kind, _, name = key.partition(".")
     if kind == "drafter":
         return f"the drafter's {name.replace('_', ' ')}"
-    return f"--{kind}" if kind in ("data", "target") else "--" + key.rpartition(".")[2].replace("_", "-")
+    if kind in ("data", "target", "init", "draft_vocab"):
+        return "--" + kind.replace("_", "-")
+    return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
 def _write_record(out: Path, record: Mapping[str, Any]) -> None:
@@ -143,18 +147,35 @@ def _write_record(out: Path, record: Mapping[str, Any]) -> None:
 
 
 class Deadline:
-    """The end of --minutes, counted from the first step."""
+    """The end of --minutes of training. Neither the first step counts, which compiles, nor do evaluations."""
 
     def __init__(self, minutes: float | None) -> None:
         self._seconds = math.inf if minutes is None else 60 * minutes
+        self._begun = False
         self._end: float | None = None
 
     def over(self) -> bool:
         """Test whether the time is over. Call it before each step."""
+        if not self._begun:
+            self._begun = True
+            return not self._seconds
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._seconds
         return now >= self._end
+
+    def outside(self, work: Callable[[DrafterParams], Figures]) -> Callable[[DrafterParams], Figures]:
+        """Return the same work, whose time does not count."""
+
+        def uncounted(params: DrafterParams) -> Figures:
+            began = time.monotonic()
+            try:
+                return work(params)
+            finally:
+                if self._end is not None:
+                    self._end += time.monotonic() - began
+
+        return uncounted
 
 
 def held_out_every(steps: int) -> int:
@@ -162,35 +183,28 @@ def held_out_every(steps: int) -> int:
     return max(LEAST_BETWEEN, -(-steps // MEASURED_TIMES))
 
 
-def planned_steps(
-    minutes: float, step_s: float, evaluation_s: float, evaluate_every: int, held_out_s: float = 0.0
-) -> int:
-    """Count the steps that fit into the minutes, with evaluations and held-out losses.
+def planned_steps(minutes: float, step_s: float, held_out_s: float = 0.0) -> int:
+    """Count the steps that fit into the minutes, with held-out losses.
 
-    evaluation_s, held_out_s: seconds of one; 0 without them. evaluate_every: steps between evaluations; 0: one at the
-    end.
+    held_out_s: seconds of a loss; 0 without them.
     """
 
     def seconds(steps: int) -> float:
-        num_evaluations = -(-steps // evaluate_every) if evaluate_every else 1
         num_losses = min(MEASURED_TIMES, -(-steps // LEAST_BETWEEN))
-        return steps * step_s + num_evaluations * evaluation_s + num_losses * held_out_s
+        return steps * step_s + num_losses * held_out_s
 
     budget = PLANNED_FRAC * 60 * minutes
     return bisect.bisect_right(range(1, 1 + int(budget / step_s)), budget, key=seconds)
 
 
-def seconds_per_step(
-    trainer: Trainer, initial: DrafterParams, at_most_s: float, measured: Callable[[int, int], object]
-) -> float:
+def seconds_per_step(trainer: Trainer, initial: DrafterParams, at_most_s: float) -> float:
     """Return the median time of a step without compilation. Trains a copy of the parameters.
 
-    Measures for about at_most_s if steps are slow. Calls measured(steps done, total) before each step.
+    Measures for about at_most_s if steps are slow.
     """
     step, state = trainer.compiled(), trainer.begin(initial)
     times: list[float] = []
     while len(times) < MEASURED_STEPS and (len(times) < LEAST_MEASURED or sum(times[1:]) < at_most_s):
-        measured(len(times), MEASURED_STEPS)
         interrupt.check()
         started = time.perf_counter()
         state, record = step(state, trainer.batches.at(len(times)))

@@ -51,9 +51,10 @@ def memorised_data(log: Sequence[Mapping[str, Any]]) -> str | None:
     """
     measured, best = [line for line in log if HELD_OUT in line], best_held_out(log)
     trained = {line["step"]: line for line in log if "loss" in line}
-    if best is None or measured[-1]["step"] not in trained or best["step"] not in trained:
+    if best is None or measured[-1]["step"] not in trained:
         return None
-    last, now, then = measured[-1], trained[measured[-1]["step"]], trained[best["step"]]
+    last, now = measured[-1], trained[measured[-1]["step"]]
+    then = trained.get(best["step"], now)  # step 0 has no loss in training
     in_training, held_out = now["hits_by_depth"][0], last[HELD_OUT]["hits_by_depth"][0]
     rises = last[HELD_OUT]["loss"] > RISEN * best[HELD_OUT]["loss"] and now["loss"] < then["loss"]
     if not rises and in_training - held_out < MEMORISED_HITS:
@@ -62,6 +63,17 @@ def memorised_data(log: Sequence[Mapping[str, Any]]) -> str | None:
         f"the drafter memorises its data: at step {last['step']}, after {epochs_in_words(now['epochs'])}, the first "
         f"draft is right in {share(in_training)} of the places there and in {share(held_out)} of held-out ones (best "
         f"step: {best['step']}); more prompts help more than more steps"
+    )
+
+
+def no_gain(log: Sequence[Mapping[str, Any]], init: str | None) -> str | None:
+    """Return a warning about a training whose best step on held-out documents is its start, --init; else None."""
+    best = best_held_out(log)
+    if best is None or best["step"]:
+        return None
+    return (
+        f"no step is better on held-out documents than the start, --init {init}, so the drafter is that one; next try "
+        "more prompts like those you serve (peagle data), or a lower --learning-rate"
     )
 
 
@@ -81,7 +93,7 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
     if length >= WEAK_ACCEPTANCE:
         return None
     prompts, minutes = "more prompts (peagle data)", f"more minutes (--out {out} --resume --minutes N)"
-    epochs = max(trained[-1].get("epochs", [0.0])) if trained else 0.0  # old logs lack them
+    epochs = max(trained[-1]["epochs"]) if trained else 0.0
     tries = [minutes, prompts] if epochs < FEW_EPOCHS else [prompts, minutes]
     if memorised_data(log):
         tries.remove(minutes)

@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import itertools
+import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ import numpy as np
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import Row
 from peagle.measure.sweep.plan import k_order
+from peagle.ops.errors import InputWarning
+from peagle.ops.files import reason_of
 
 PAGE, INK = "#ffffff", "#222222"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # safe for colour-blind readers
@@ -173,29 +177,51 @@ def svg(
     """Draw as SVG text that follows the reader's colour scheme; None without matplotlib.
 
     `draw` gets the axis, or an array of them: panels one below the other that share the horizontal axis. names: those
-    in the legend. on_dark: as ON_DARK.
+    in the legend. on_dark: as ON_DARK. A picture that cannot be drawn is an InputWarning and None, because the figures
+    that it shows are worth more.
     """
     if not can_draw():
         return None
-    import matplotlib
+    try:
+        return _for_both_schemes(_drawn(draw, names, panels, size), on_dark)
+    except Exception as error:
+        why = f"a picture cannot be drawn: {type(error).__name__}: {reason_of(error)}"
+        warnings.warn(f"{why}; expected a working matplotlib: pip install matplotlib", InputWarning, stacklevel=2)
+        return None
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def _drawn(draw: Callable[[Any], None], names: Collection[str], panels: int, size: tuple[float, float]) -> str:
+    """Draw as SVG text, the same whatever the user's environment and matplotlibrc say about style and backend."""
+    matplotlib = _matplotlib()
+    from matplotlib.figure import Figure  # draws without pyplot, so without a backend that shows windows
 
     # without a date and random ids, so that the same figures give the same file
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     style: Any = {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
-    with matplotlib.rc_context(style | dict.fromkeys(inked, INK)):
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # the reader's fonts draw the text
+        warnings.filterwarnings("ignore", "Creating legend with loc", UserWarning)  # it took a second
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(style | dict.fromkeys(inked, INK))
         columns, (width, height) = _columns_below(names), size
         below = LINE * -(-len(names) // columns) if columns else 0.0
-        figure, axes = plt.subplots(panels, figsize=(width, height + below), layout="constrained", sharex=True)
-        draw(axes)
+        figure = Figure(figsize=(width, height + below), layout="constrained")
+        draw(figure.subplots(panels, sharex=True))
         for axis in figure.axes:
             axis.spines[["top", "right"]].set_visible(False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
-        plt.close(figure)
-    return _for_both_schemes(text.getvalue(), on_dark)
+    return text.getvalue()
+
+
+def _matplotlib() -> Any:
+    """Import matplotlib, which fails if MPLBACKEND names a backend that is not installed, such as a notebook's."""
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        return importlib.import_module("matplotlib")
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
 
 
 def _for_both_schemes(drawing: str, on_dark: Mapping[str, str]) -> str:

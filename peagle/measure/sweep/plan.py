@@ -56,7 +56,7 @@ class Source:
     """A file of prompts as it was read; its checksum, because published copies of a set differ."""
 
     name: str
-    file: str  # as typed, or demo
+    file: str  # its whole path, or demo
     layout: str
     sha256: str
     num_rows: int
@@ -67,7 +67,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All settings of a sweep."""
+    """All settings of a sweep. Names of checkpoints and files that are paths are whole ones."""
 
     target: str
     drafters: tuple[str, ...]

@@ -1,5 +1,6 @@
 """A training reaches the same bits however often it is killed, and stops if it cannot continue."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -92,9 +93,9 @@ def test_stopped_anywhere_it_saves_the_last_step_and_continues_to_the_same_bits(
     trainer(out, evaluate=evaluate, should_stop=lambda: next(stops)).run(initial())
     assert steps_done(out) == 3
     assert [(line["step"], "evaluation" in line) for line in read_log(out / LOG)] == [(2, False), (3, False), (3, True)]
-    with pytest.raises(KeyboardInterrupt):
-        trainer(out, evaluate=evaluate, evaluate_every=5).run(initial())
+    stopped = trainer(out, evaluate=evaluate, evaluate_every=5).run(initial())
     assert steps_done(out) == 5
+    assert same(stopped, trainer(out, should_stop=lambda: True).run(initial())), "what the checkpoint holds"
     assert same(trainer(out).run(initial()), straight.params)
     assert steps_done(out) == 12
     assert steps_of(out, "loss") == [2, 3, 4, 5, 6, 8, 10, 12]
@@ -141,11 +142,12 @@ def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pyt
         now[0] += seconds
         pace.stepped()
     assert pace.left_s(10, {"evaluation": 3}) == 20
-    now[0] += 30
-    pace.paused("evaluation", 30.0)
-    now[0] += 2
-    pace.stepped()
-    assert pace.left_s(10, {"evaluation": 3}) == 20 + 3 * 30
+    for pause, again_s, expected in ((90.0, None, 0), (30.0, None, 30), (90.0, 25.0, 25)):  # the first one compiles
+        now[0] += pause
+        pace.paused("evaluation", pause, again_s)
+        now[0] += 2
+        pace.stepped()
+        assert pace.left_s(10, {"evaluation": 3}) == 20 + 3 * expected
 
 
 class Killed(BaseException):
@@ -239,6 +241,63 @@ def test_stopped_anywhere_it_keeps_the_step_that_it_would_have_kept(
         assert same(stopped, straight_params) == (stop > 3)
     assert same(watched(out).run(initial()), straight_params)
     assert {step: loss for step, loss in held_out_losses(out).items() if step % 2 == 0} == held_out_losses(straight_out)
+
+
+@pytest.mark.parametrize(("trained", "rate", "kept"), [(True, 10.0, True), (False, 0.02, False)])
+def test_the_start_is_step_0_and_is_kept_if_no_step_is_better(
+    tmp_path: Path, straight: Straight, trained: bool, rate: float, kept: bool
+) -> None:
+    """Measured once, before the first step and by `evaluate`, too; a training that goes on knows it."""
+    out, stops = tmp_path / "run", iter([False] * 5 + [True])
+    start = straight.params if trained else initial()
+    evaluated: list[DrafterParams] = []
+
+    def evaluate(params: DrafterParams) -> dict[str, Any]:
+        evaluated.append(jax.tree.map(jnp.copy, params))
+        return {}
+
+    def training(**options: Any) -> Trainer:
+        recipe = dataclasses.replace(RECIPE, learning_rate=rate)
+        of_documents = trainer(out, recipe, evaluate=evaluate, measure_start=True, held_out_every=4, **options)
+        others = HeldOut.of([document(start, 9) for start in range(3)], of_documents.batches)
+        return dataclasses.replace(of_documents, held_out=others)
+
+    training(should_stop=lambda: next(stops)).run(start)
+    params = training().run(start)
+    assert list(held_out_losses(out)) == [0, 4, 5, 8, 12]
+    assert steps_of(out, "evaluation") == [0, 5, 12]
+    assert same(evaluated[0], start)
+    assert same(evaluated[-1], params)
+    assert same(params, start) == kept
+
+
+def test_a_training_killed_before_its_first_checkpoint_measures_its_start_once_more(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def killed(_: DrafterParams) -> dict[str, Any]:
+        raise Killed
+
+    for evaluate in (killed, None):
+        training = dataclasses.replace(watched(out, evaluate=evaluate), measure_start=True)
+        with contextlib.suppress(Killed):
+            training.run(initial())
+    assert steps_of(out, "held_out") == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_a_training_that_is_told_to_end_is_saved_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process manager kills soon after it has asked."""
+    out, stops = tmp_path / "run", iter([False] * 3 + [True])
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(Trainer, "held_out_figures", killed)
+    training = dataclasses.replace(watched(out, should_stop=lambda: next(stops)), held_out_every=9)
+    with pytest.raises(Killed):
+        training.run(initial())
+    assert steps_done(out) == 3
 
 
 def test_without_the_checkpoint_of_the_best_step_it_does_not_continue(

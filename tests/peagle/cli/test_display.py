@@ -118,11 +118,24 @@ def test_a_note_does_not_end_the_progress(capsys: pytest.CaptureFixture[str]) ->
 def test_progress_is_a_share_or_a_count_with_the_time_left(
     monkeypatch: pytest.MonkeyPatch, unit: str | None, far: tuple[int, int, float | None], shown: str
 ) -> None:
-    clock = iter([0.0, 65.0, 65.0])  # made, told, shown
+    clock = iter([0.0, 300.0, 365.0, 365.0])  # made, told first, told, shown
     monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
     stage = Stage("decoding", unit, lambda: None)
+    stage(0, far[1])
     stage(*far)
     assert stage.progress == shown
+
+
+def test_what_came_before_the_first_report_says_nothing_about_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first step that compiles for a minute, in a training that goes on after 500 steps."""
+    now = 0.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    stage = Stage("training", "steps", lambda: None)
+    shown = []
+    for now, done in ((60.0, 501), (62.0, 503)):  # noqa: B007  # the clock reads it
+        stage(done, 600)
+        shown.append(stage.progress)
+    assert shown == ["501 of 600 steps", "503 of 600 steps, about 1 min 37 s left"]
 
 
 def test_the_time_left_runs_down_while_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

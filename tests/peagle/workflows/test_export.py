@@ -230,12 +230,13 @@ def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(
     record = {"recipe": recipe, "rows_per_step": 2, "data": {"documents": 5, "tokens": 99}}
     (tmp_path / RECIPE).write_text(json.dumps(record))
     counts = {"num_outputs": 3, "num_outputs_without_loops": 3, "num_speculative_tokens": 7}
-    evaluation = counts | {"acceptance_length": None, "acceptance_length_without_loops": None}
+    kinds = ("acceptance_length", "acceptance_length_without_loops", "acceptance_length_at_temperature_1")
+    evaluation = counts | dict.fromkeys(kinds)
     lines = [{"step": 9, "loss": 1.0}, {"step": 9, "evaluation": evaluation}]
     (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = card(DRAFTER, "vllm", None, None, tmp_path)
     assert "\n9 steps of 2 rows" in text
-    assert "Acceptance length on 3 held-out prompts, greedy, K = 7: -.\n" in text
+    assert "Acceptance length on 3 held-out prompts, K = 7: - greedily; - at temperature 1.\n" in text
     (tmp_path / LOG).write_text(json.dumps({"step": 4, "loss": 1.0}))
     assert "\n4 of 9 steps of 2 rows" in card(DRAFTER, "vllm", None, None, tmp_path)
 

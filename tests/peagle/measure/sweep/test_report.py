@@ -1,8 +1,11 @@
 """Reports of a run, of an unfinished one, of two compared runs; errors of runs that do not compare."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
 from scripts.publish import ROW, publish, rounded
 from tests.peagle.measure.sweep.runs import Lab, example_row, lines_of, with_lines, with_plan
+from tests.support.commands import words
+from tests.support.terminal import ROOT
 
 Runs = tuple[Folder, Folder]
 
@@ -94,7 +99,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     monkeypatch.setenv("COLUMNS", "80")
 
     def lines_of(table: Table) -> list[str]:
-        show([("title", table)], [], Path("/run"), quiet=False)
+        show([("title", table)], [])
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 80
         return lines
@@ -110,7 +115,20 @@ def test_no_word_of_a_table_is_cut_at_80_columns(shown: Callable[[Table], list[s
     expected = [word for cells in (table.header, *table.rows) for cell in cells for word in cell.split()]
     repeated = [cells[0] for cells in (table.header, *table.rows)] * (words.count("variant") - 1)
     assert repeated
-    assert words == sorted(["title", "/run/report.html", *expected, *repeated])
+    assert words == sorted(["title", *expected, *repeated])
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_no_word_of_a_sentence_is_cut_in_a_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to the library that prints
+    sentence = "auto was the fastest, 1.62 times as fast as plain decoding " * 3
+    show([], [sentence.strip()])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert [word for line in lines for word in line.split()] == f"{sentence.strip()}.".split()
 
 
 def test_a_row_of_a_table_is_one_line_at_80_columns(shown: Callable[[Table], list[str]]) -> None:
@@ -189,8 +207,10 @@ def test_a_column_stands_where_it_says_something(
 
 
 def test_a_run_in_short_has_the_figures_of_the_whole(lab: Lab, runs: Runs) -> None:
-    """It is rounded; the run itself stays unchanged, and only its pages can be made again."""
+    """It is rounded; the run itself stays unchanged, and only its pages can be made again. It names no place."""
     folder, out = runs[0], lab.root / "short"
+    prompts = Path(folder.plan.sources[0].file)
+    assert prompts.is_absolute()
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     publish(folder.path, out)
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
@@ -200,7 +220,11 @@ def test_a_run_in_short_has_the_figures_of_the_whole(lab: Lab, runs: Runs) -> No
     assert all(f"]({name})" in text for name in pictures)
     assert {path.name for path in out.iterdir()} == {"README.md", "run.json", *pictures}
     short, whole = (json.loads((path / RUN).read_text()) for path in (out, folder.path))
-    assert (short["plan"], short["sittings"]) == (whole["plan"], whole["sittings"])
+    assert str(prompts.parent) not in f"{text} {short['plan']}"
+    assert short["plan"]["sources"] == [whole["plan"]["sources"][0] | {"file": prompts.name}]
+    assert [{**origin, "command": []} for origin in short["sittings"]] == [
+        {**origin, "command": []} for origin in whole["sittings"]
+    ]
     for row, full in zip(short["rows"], whole["rows"], strict=True):
         figures = {name: rounded(full[name]) for name in ("acceptance_length", "speedup")}
         calm = {"without_loops": {"acceptance_length": rounded(full["without_loops"]["acceptance_length"])}}
@@ -241,6 +265,58 @@ def test_without_matplotlib_there_is_the_page_without_pictures(lab: Lab, runs: R
     assert ("![" in whole, "![" in bare) == (True, False)
     tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (whole, bare)]
     assert tables[0] == tables[1]
+
+
+NOTEBOOK = "module://matplotlib_inline.backend_inline"
+
+
+@pytest.mark.parametrize("backend", [NOTEBOOK, "no_such_backend", "tkagg"])
+def test_pictures_are_the_same_whatever_backend_and_style_the_environment_names(backend: str, tmp_path: Path) -> None:
+    """In a process of its own, since matplotlib reads its environment once. Text with letters that its font lacks."""
+    (tmp_path / "matplotlibrc").write_text("font.size: 30\ntext.usetex: True\naxes.facecolor: red\n")
+    code = (
+        "from peagle.measure.sweep import charts\n"
+        "print(charts.svg(lambda axis: axis.plot([1, 2], label='日本語') and axis.legend()))"
+    )
+    usual = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+    drawings = [
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], env=usual | more, cwd=ROOT, check=True, capture_output=True
+        )
+        for more in ({}, {"MPLBACKEND": backend, "MATPLOTLIBRC": str(tmp_path)})
+    ]
+    assert "日本語" in drawings[0].stdout.decode()
+    assert [drawing.stdout for drawing in drawings] == [drawings[0].stdout] * 2
+    assert [drawing.stderr for drawing in drawings] == [b""] * 2
+
+
+def test_a_picture_that_fails_is_a_warning_and_nothing_else(lab: Lab, runs: Runs) -> None:
+    folder = runs[0]
+    whole = page_of(folder.path)
+
+    def broken() -> None:
+        raise ImportError("no libfreetype\nhere")
+
+    lab.monkeypatch.setattr(charts, "_matplotlib", broken)
+    messages = lab.run(0, "report", folder.path)
+    assert messages.startswith("peagle: warning: a picture cannot be drawn: ImportError: no libfreetype here; exp")
+    assert messages.count("\n") == 1
+    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (whole, page_of(folder.path))]
+    assert tables[0] == tables[1]
+
+
+def test_figures_are_shown_though_the_page_cannot_be_written(
+    lab: Lab, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise InputError("no room")
+
+    lab.monkeypatch.setattr("peagle.measure.pages.write", full)
+    assert main(words("report", runs[0].path)) == 2
+    shown = capsys.readouterr()
+    assert "speed-up" in shown.out
+    assert "report.html" not in shown.out
+    assert "no room" in shown.err
 
 
 # --- two runs ---

@@ -16,6 +16,7 @@ import pytest
 
 import peagle.cli.run_sweep
 import peagle.measure.sweep.run
+from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
@@ -355,6 +356,26 @@ def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(lab: Lab) -> N
 
 
 # --- what is refused, left out or told ---
+
+
+def test_names_of_a_run_hold_in_any_folder(lab: Lab) -> None:
+    for part in ("target", "drafter"):
+        (lab.root / "models").mkdir(exist_ok=True)
+        (lab.root / "models" / part).symlink_to(DEMO_DIRECTORY / part)
+    prompt_file(lab.root)
+    lab.monkeypatch.chdir(lab.root)
+    typed = f"sweep {SMALL} --prompts prompts.jsonl --target models/target --drafter models/drafter,ngram --out run"
+    lab.run(0, typed)
+    plan = lab.folder.plan
+    assert (plan.target, plan.drafters) == (str(DEMO_DIRECTORY / "target"), (str(DEMO_DIRECTORY / "drafter"), "ngram"))
+    assert [source.file for source in plan.sources] == [str(lab.root / "prompts.jsonl")]
+    (lab.root / "elsewhere").mkdir()
+    lab.monkeypatch.chdir(lab.root / "elsewhere")
+    lab.resume()
+    (lab.root / "run" / "run.json").write_text(
+        (lab.root / "run" / "run.json").read_text().replace(str(DEMO_DIRECTORY / "target"), str(lab.root / "gone"))
+    )
+    assert f"the target {lab.root / 'gone'} is not there; expected" in lab.resume(code=2)
 
 
 def test_a_dry_run_writes_nothing(lab: Lab) -> None:

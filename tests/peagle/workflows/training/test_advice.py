@@ -10,7 +10,7 @@ import pytest
 
 from peagle.cli.run_train import describe_log_line
 from peagle.workflows.training import Deadline, planned_steps
-from peagle.workflows.training_advice import memorised_data, weak_drafter
+from peagle.workflows.training_advice import memorised_data, no_gain, weak_drafter
 
 
 def logged(step: int, right: float, loss: float = 3.0, epochs: float = 1.0) -> dict[str, Any]:
@@ -58,6 +58,15 @@ def test_a_weak_drafter_is_a_warning_with_what_to_try_next(log: Any, init: bool,
     assert warning is None if says is None else says in (warning or "")
 
 
+def test_a_start_that_no_step_beats_is_a_warning() -> None:
+    better = [held_out(0, 0.3), logged(10, 0.6), held_out(10, 0.4)]
+    worse = [held_out(0, 0.3), logged(10, 0.6), held_out(10, 0.2)]
+    assert no_gain(better, "DRAFTER") is None
+    assert no_gain([logged(10, 0.6)], None) is None
+    says = "no step is better on held-out documents than the start, --init DRAFTER, so the drafter is that one; next"
+    assert says in (no_gain(worse, "DRAFTER") or "")
+
+
 PARTED = [
     ([logged(10, 0.2)], None),
     ([logged(10, 0.2), held_out(10, 0.2)], None),
@@ -70,6 +79,10 @@ PARTED = [
         [logged(10, 0.2), held_out(10, 0.2), logged(20, 0.3, 2.5), held_out(20, 0.2, 3.2)],
         "at step 20, after 1.0 epochs, the first draft is right in .30 of the places there and in .20 of held-out "
         "ones (best step: 10)",
+    ),
+    (  # the start, which has no loss in training, was the best
+        [held_out(0, 0.3), logged(10, 0.6), held_out(10, 0.2)],
+        "and in .20 of held-out ones (best step: 0)",
     ),
     # both losses rise: no training by heart
     ([logged(10, 0.2), held_out(10, 0.2), logged(20, 0.2, 3.4), held_out(20, 0.2, 3.2)], None),
@@ -84,9 +97,10 @@ def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
 
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
     """All answers had one token: no step drafted."""
-    figures = {"acceptance_length": None, "acceptance_length_without_loops": None, "num_outputs": 3}
-    line = {"step": 4, "evaluation": figures}
-    assert describe_log_line(line) == "step 4: acceptance length -, without loops -, of 3 held-out prompts"
+    kinds = ("acceptance_length", "acceptance_length_without_loops", "acceptance_length_at_temperature_1")
+    line = {"step": 4, "evaluation": {**dict.fromkeys(kinds), "num_outputs": 3}}
+    says = "step 4: acceptance length - greedily, - without loops, - at temperature 1, of 3 held-out prompts"
+    assert describe_log_line(line) == says
 
 
 def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
@@ -98,6 +112,7 @@ def test_every_line_of_a_curve_is_readable_on_a_dark_page(tmp_path: Path, curves
     depths = 9
     log = [{"step": step, "loss": 3.0 - step, "hits_by_depth": [0.1 * step] * depths} for step in (1, 2)]
     lengths = {"acceptance_length": 2.0, "acceptance_length_without_loops": 1.5}
+    lengths |= {"acceptance_length_at_temperature_1": 1.25}
     log.append({"step": 2, "evaluation": {**lengths, "num_speculative_tokens": 7}})
     rules, _, body = Path(curves(log, tmp_path)).read_text(encoding="utf-8").partition("</style>")
     assert "@media (prefers-color-scheme: dark)" in rules
@@ -107,25 +122,30 @@ def test_every_line_of_a_curve_is_readable_on_a_dark_page(tmp_path: Path, curves
     assert len(set(on_dark)) == depths
 
 
-def test_a_deadline_begins_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_counts_neither_the_first_step_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("peagle.workflows.training.time", SimpleNamespace(monotonic=lambda: now[0]))
     deadline, unending = Deadline(1.0), Deadline(None)
+
+    def evaluate(_: Any) -> dict[str, Any]:
+        now[0] += 600
+        return {"acceptance_length": 2.0}
+
     over = []
-    for seconds in (500, 59, 1):  # loading; compiling and evaluations; a step
+    for seconds in (500, 500, 59, 1):  # loading; compiling; two steps
         now[0] += seconds
         over.append(deadline.over())
-    assert over == [False, False, True]
+        assert deadline.outside(evaluate)(None) == {"acceptance_length": 2.0}  # type: ignore[arg-type]
+    assert over == [False, False, False, True]
+    assert Deadline(0.0).over()
     assert not unending.over()
     now[0] += 1e9
     assert not unending.over()
 
 
-def test_evaluations_take_their_part_of_the_minutes() -> None:
-    """Nine tenths of ten minutes: steps of one second, an evaluation of 20 s at the end and after every 100 steps."""
-    assert planned_steps(10.0, 1.0, 0.0, 0) == 540
-    assert planned_steps(10.0, 1.0, 20.0, 0) == 520
-    assert planned_steps(10.0, 1.0, 20.0, 100) == 440  # and five evaluations
-    assert planned_steps(10.0, 1.0, 0.0, 0, 2.0) == 500  # and twenty losses on held-out documents
-    assert planned_steps(1.0, 1.0, 0.0, 0, 2.0) == 44  # and five, one every ten steps
-    assert planned_steps(0.1, 1.0, 20.0, 100) == 0
+def test_held_out_losses_take_their_part_of_the_minutes() -> None:
+    """Nine tenths of ten minutes, in steps of one second."""
+    assert planned_steps(10.0, 1.0) == 540
+    assert planned_steps(10.0, 1.0, 2.0) == 500  # and twenty losses on held-out documents
+    assert planned_steps(1.0, 1.0, 2.0) == 44  # and five, one every ten steps
+    assert planned_steps(0.01, 1.0) == 0

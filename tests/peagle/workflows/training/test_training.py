@@ -19,7 +19,6 @@ from drafter.load import load_drafter, save_drafter
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3
 from drafter.train.batches import Batches
-from drafter.train.config import DrafterShape
 from drafter.train.folder import LOG, best_held_out, read_log
 from drafter.train.shards import Document, open_folder, read_shards, write_shard
 from drafter.trained import RECIPE
@@ -32,7 +31,7 @@ from peagle.pair import Pair
 from peagle.result import decode
 from peagle.workflows.new_drafter import init_params_of
 from target.load import load_target
-from tests.peagle.workflows.training.conftest import PROMPTS, Lab, train, write_prompts
+from tests.peagle.workflows.training.conftest import PROMPTS, SMALL, Lab, train, write_prompts
 from tests.support.drafters import random_params
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, STOP, TARGET, VOCAB_SIZE, Directories, press_ctrl_c_at
 from tests.support.toys import costs
@@ -378,8 +377,18 @@ def test_a_training_goes_on_after_ctrl_c_to_the_same_bits_and_takes_more_steps(
     for out, again in ((lab.out, lab.resume), (lab.root / "other", lab.train)):
         with ctrl_c(monkeypatch, 2):
             messages = lab.train(code=130, out=out)
-        assert f"interrupted: 2 of 4 steps are kept in {out}; the same command goes on" in messages
-        assert not (out / "drafter").exists()
+        expect_all(
+            messages,
+            f"interrupted: 2 of 4 steps are kept in {out}; the same command goes on",
+            f"to try what they learned: peagle speculate --target {lab.target} --drafter {out / 'drafter'}",
+        )
+        learned = load_file(out / "drafter" / "model.safetensors")
+        if again == lab.resume:  # a killed process leaves checkpoints only
+            shutil.rmtree(out / "drafter")
+            assert "no step is trained with --minutes 0; " in lab.resume("--minutes 0", out=out)
+            assert steps_of(out) == [2]
+            written = load_file(out / "drafter" / "model.safetensors")
+            assert all(np.array_equal(written[name], learned[name]) for name in learned)
         again(out=out)
         assert steps_of(out) == [2, 4]
         assert same_weights(out, trained)
@@ -391,7 +400,7 @@ def test_a_training_goes_on_after_ctrl_c_to_the_same_bits_and_takes_more_steps(
 
 
 def test_what_does_not_go_on_is_refused(lab: Lab, trained: Path) -> None:
-    """Another recipe, fewer steps, a folder of something else, a record of an older version."""
+    """Another recipe, fewer steps, a folder of something else, no step yet to write a drafter from."""
     shutil.copytree(trained, lab.out)
     mine, none = lab.root / "mine", lab.root / "none"
     mine.mkdir()
@@ -403,9 +412,48 @@ def test_what_does_not_go_on_is_refused(lab: Lab, trained: Path) -> None:
     assert "holds files, but no recipe.json" in lab.train(code=2, out=mine)
     expect_all(lab.resume("--seed 5", code=2), "--resume takes its options from the recipe in", "leave out --seed")
     assert "holds no training" in lab.resume(code=2, out=none)
-    record = {key: value for key, value in recipe_of(lab.out).items() if key != "command"}
-    (lab.out / RECIPE).write_text(json.dumps(record))
-    assert "was begun by an older version" in lab.resume(code=2)
+    shutil.rmtree(lab.out / "checkpoints")
+    assert "has no checkpoint yet to write a drafter from" in lab.resume("--minutes 0", code=2)
+
+
+def test_a_training_goes_on_from_any_folder_with_files_that_have_moved(
+    lab: Lab, taught: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are recorded with whole paths; a file that has moved is named, one of other content is refused."""
+    here, elsewhere = lab.root / "here", lab.root / "elsewhere"
+    for name, folder in (("runs/data", lab.data), ("target", lab.target), ("runs/drafter", lab.drafter)):
+        shutil.copytree(folder, here / name)
+    elsewhere.mkdir()
+    monkeypatch.chdir(here)
+    names = "train --target target --data runs/data:1 --init runs/drafter --out run --taps 0,1,2"
+    with ctrl_c(monkeypatch, 2):
+        lab.run(130, names, SMALL, FROM_DRAFTER)
+    monkeypatch.chdir(elsewhere)
+    (here / "runs" / "data").rename(elsewhere / "data")
+    run = here / "run"
+    gone = f"{here / 'runs' / 'data'} is not there any more; expected --data with its place now"
+    assert gone in lab.resume(code=2, out=run)
+    assert "was begun with --data" in lab.resume(f"--data {taught}", code=2, out=run)
+    lab.resume("--data data", out=run)
+    lab.resume("--steps 5", out=run)  # the place is known now
+    assert steps_of(run)[-1] == 5
+    assert recipe_of(run)["command"]["target"] == str(here / "target")
+    shutil.copytree(lab.drafter, elsewhere / "another")
+    save_drafter(elsewhere / "another", random_params(DRAFTER, seed=9), DRAFTER)
+    assert "was begun with --init of other content" in lab.resume("--data data --init another", code=2, out=run)
+
+
+def test_a_training_from_a_drafter_measures_it(lab: Lab) -> None:
+    """As step 0, by loss and by acceptance length, before the first step; the card names both temperatures."""
+    more = f"--init {lab.drafter} {FROM_DRAFTER} --steps 2 --evaluate {lab.prompts} --evaluate-every 0 -k 3"
+    messages = lab.train(more)
+    assert messages.index("step 0: held out: loss") < messages.index("step 0: acceptance length")
+    assert messages.index("step 0: acceptance length") < messages.index("step 2 of 2")
+    assert "step 1 of 2" not in messages, "one count, in the lines of progress"
+    assert (steps_of(lab.out, "held_out"), steps_of(lab.out, "evaluation")) == ([0, 2], [0, 2])
+    evaluation = [line["evaluation"] for line in read_log(lab.out / LOG) if "evaluation" in line][-1]
+    assert 1 <= evaluation["acceptance_length_at_temperature_1"] <= 4
+    assert f"; {evaluation['acceptance_length_at_temperature_1']:.2f} at temperature 1." in card_of(lab.out)
 
 
 def test_documents_are_held_out_and_the_best_step_is_the_drafter(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +515,7 @@ def minutes(lab: Lab, minutes: float, *more: object, code: int = 0) -> str:
 def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     lab: Lab, trained: Path, monkeypatch: pytest.MonkeyPatch, step_s: Callable[[float], None]
 ) -> None:
-    """A step is said to take a minute; the time is said to be over after the first."""
+    """A step is said to take a minute; the time is said to be over after the first, which does not count."""
     step_s(60.0)
     too_few = "--minutes is 0.5, and a step takes 60 s; expected time for a step"
     assert too_few in minutes(lab, 0.5, code=2)
@@ -479,7 +527,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     expect_all(
         messages,
         "measuring a step: how many fit into 3 minutes",
-        "a step takes 60 s: 2 steps are planned",
+        "a step takes 60 s: 2 steps are planned for 90% of the time",
         f"--minutes 3 are over: 1 of 2 steps are kept in {lab.out}",
     )
     assert "1 of 2 steps of 2 rows" in card_of(lab.out)
@@ -517,38 +565,6 @@ def test_minutes_choose_the_recipe_by_the_steps_that_fit(
     assert no_step in lab.resume("--steps 9999 --minutes 3", code=2)
     record = recipe_of(lab.out)["recipe"]
     assert (record["optimizer"], record["learning_rate"], record["steps"]) == (*recipe, 9999)
-
-
-def older(out: Path) -> None:
-    """Make the folder of a training look as an earlier version wrote it."""
-    record = recipe_of(out)
-    del record["data"]["held_out"], record["command"]["held_out"]
-    recipe, command = record["recipe"], record["command"]
-    shape = {field.name: command.pop(field.name) for field in dataclasses.fields(DrafterShape)}
-    shape["taps"] = ",".join(map(str, shape["taps"]))
-    for name, former in {"clip_norm": "clip", "compute_dtype": "dtype"}.items():
-        command[former] = command.pop(name)
-    for name in ("warmup_frac", "decay_frac"):
-        command[name.removesuffix("_frac")] = command.pop(name) and recipe[name]
-    command["freeze_embedding"] = not command.pop("train_embedding")
-    rates = {"optimizer": recipe["optimizer"], "learning_rate": recipe["learning_rate"], "other_rate": None}
-    record["command"] = command | rates | {"shape": shape}
-    (out / RECIPE).write_text(json.dumps(record))
-    lines = [{key: value for key, value in line.items() if key != "epochs"} for line in read_log(out / LOG)]
-    (out / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_a_training_of_an_earlier_version_goes_on(lab: Lab) -> None:
-    """By its own recipe and without held-out documents, by either command; complete ones are read, too."""
-    lab.train("--learning-rate 0.5 --optimizer adamw --warmup 0.0025 --decay 1")
-    older(lab.out)
-    before = recipe_of(lab.out)["recipe"]
-    lab.resume()
-    lab.train("--steps 5")
-    lab.resume("--steps 6")
-    assert recipe_of(lab.out)["recipe"] == before | {"steps": 6}
-    assert not steps_of(lab.out, "held_out")
-    assert "was begun with --held-out 0.0 (now 0.4)" in lab.train("--steps 6 --held-out 0.4", code=2)
 
 
 # The folder of a training
