@@ -85,7 +85,7 @@ def decode(settings: Decode) -> int:
     pair = load_pair(target, drafter, settings.load, display)
     display.set_tokenizer(pair.tokenizer)
     if any(conversation.prompt_ids is None for conversation in conversations):
-        display.warn(unused_rendering(settings.rendering, pair, target))
+        display.warn(unused_rendering(settings.rendering, pair.tokenizer, target))
     try:
         with _errors_name_grammar(settings):
             outcome = run(pair, conversations, config, display)

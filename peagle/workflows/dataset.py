@@ -1,6 +1,8 @@
 """Training data: the target's answers, optionally with its hidden states and best next tokens, in shards."""
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from drafter.train.shards import Document, shard_path, write_shard
+from drafter.train.shards import Document, read_part, shard_path, write_part, write_shard
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
@@ -19,6 +21,7 @@ from target.teacher import Teacher
 
 PASS_DOCUMENTS, PASS_TOKENS = 32, 32 * 512  # the most of a teacher's pass; tokens include padding
 SHORT, STEP, LONG_STEP = 512, 128, 1024  # a pass is a multiple of STEP wide; of LONG_STEP if wider than SHORT
+SAVE_S = 60.0  # between two writes of a part; a killed process loses the answers since the last one
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # bins of documents in a message
 
 
@@ -37,12 +40,13 @@ def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[i
 
 def cut_prompt(document: Document, keep_prompt: int | None) -> Document:
     """Keep the last keep_prompt tokens of a document's prompt, with what the teacher computed for them; None: all."""
-    first = int(np.argmax(document.trained)) if document.trained.any() else 0
-    if keep_prompt is None or first <= keep_prompt:
+    if keep_prompt is None or len(document.prompt) <= keep_prompt:
         return document
-    kept = slice(first - keep_prompt, None)
+    kept = slice(len(document.prompt) - keep_prompt, None)
     teacher = {name: values[kept] for name, values in document.teacher.items()}
-    return Document(document.token_ids[kept], document.trained[kept], teacher)
+    return dataclasses.replace(
+        document, token_ids=document.token_ids[kept], trained=document.trained[kept], teacher=teacher
+    )
 
 
 def lengths_in_words(sizes: Sequence[int]) -> str:
@@ -120,10 +124,39 @@ def _width(size: int) -> int:
     return -(-size // step) * step
 
 
-def write_answers(out: Path, number: int, documents: Sequence[Document], skipped: Sequence[str]) -> None:
-    """Write a shard. Raises InputError for one without a document, and if it cannot be written."""
-    if not documents:
-        raise InputError(f"none of the prompts of shard {number} can be answered, the last: {skipped[-1]}")
+class Unfinished:
+    """The finished documents of a shard that is being made: those of an earlier run, and new ones.
+
+    They are written as its part every SAVE_S, and if the block fails or is interrupted.
+    """
+
+    def __init__(self, out: Path, number: int) -> None:
+        self.documents = read_part(out, number)
+        self._out, self._number = out, number
+        self._num_written, self._written_s = len(self.documents), time.monotonic()
+
+    def __enter__(self) -> "Unfinished":
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None:
+            self._write()
+
+    def add(self, document: Document) -> None:
+        self.documents.append(document)
+        if time.monotonic() - self._written_s > SAVE_S:
+            self._write()
+
+    def _write(self) -> None:
+        self._written_s = time.monotonic()
+        if len(self.documents) > self._num_written:
+            with contextlib.suppress(OSError):  # the shard's own error says why it cannot be written
+                write_part(self._out, self._number, self.documents)
+                self._num_written = len(self.documents)
+
+
+def write_documents(out: Path, number: int, documents: Sequence[Document]) -> None:
+    """Write a shard. Raises InputError if it cannot be written."""
     try:
         write_shard(out, number, documents)
     except OSError as error:
@@ -131,3 +164,8 @@ def write_answers(out: Path, number: int, documents: Sequence[Document], skipped
             f"{shard_path(out, number)} cannot be written: {reason_of(error)}; the shards before it are whole, "
             "and the same command continues after them"
         ) from None
+
+
+def bytes_per_token(aux_width: int, top: int) -> int:
+    """Return the room that a token takes in a shard: its id and mark, and what the teacher computes for it."""
+    return 4 + 1 + 2 * aux_width + (8 * top + 4 if top else 0)

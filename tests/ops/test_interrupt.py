@@ -13,7 +13,6 @@ import pytest
 from peagle.ops import interrupt
 from tests.support.terminal import FAR_S, ROOT, Terminal
 
-
 CLOSED = """
 import pathlib, sys, time
 from peagle.ops import interrupt
