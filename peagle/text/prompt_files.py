@@ -320,8 +320,9 @@ def _read_row(row: Any, name: str) -> _Row:
         raise InputError(f"{name} holds {brief(row)}; expected a JSON object with one of {', '.join(OWN_KEYS)}")
     if isinstance(row.get("body"), dict) and "messages" in row["body"]:
         row = {**row, **row["body"], "body": None}
-    elif _is_chat(row.get("prompt")):
-        row = {**row, "messages": row["prompt"], "prompt": None}
+    elif _is_chat(row.get("prompt")):  # TRL's, with the answer as "completion"
+        answer = row["completion"] if _is_chat(row.get("completion")) else []
+        row = {**row, "messages": [*row["prompt"], *answer], "prompt": None}
     layout = _layout(row, name)
     conversation = _with_system(LAYOUTS[layout].read(row, name), row, name)
     if tools := _filled(row.get("tools")):
