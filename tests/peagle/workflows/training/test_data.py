@@ -22,7 +22,7 @@ from peagle.text.prompts import Rendering, chat_messages, from_ids
 from peagle.text.tokenizer import detokenize, load_tokenizer
 from peagle.workflows.answers import AnswerOptions, answer
 from peagle.workflows.dataset import Unfinished, lengths_in_words, passes, rows_of_pass
-from tests.peagle.workflows.training.conftest import PROMPTS, Lab
+from tests.peagle.workflows.training.conftest import PROMPTS, Lab, write_prompts
 from tests.support.pairs import STOP, TEMPLATE, VOCAB_SIZE, press_ctrl_c_at
 
 
@@ -175,6 +175,7 @@ def test_answers_that_are_cut_and_turns_without_room_are_counted(lab: Lab) -> No
     )
     longest = max(len(document.token_ids) for document in read_shards(lab.root / "short"))
     assert longest == 6
+    command = command.replace(str(lab.prompts), str(write_prompts(lab.root / "long.jsonl", *PROMPTS[:4])))
     assert "none of the prompts can be answered, the first: " in lab.run(2, command, "--context 2 --out", lab.out)
     lab.run(0, command, "--context 6 --out", lab.out)  # the folder holds nothing
 
