@@ -68,6 +68,12 @@ def training_data(
     split = keep_back([(own, int(room * count)) for own, count in groups], held_out_frac, seed)
     sources = tuple(Source(pack(trained, width), count) for (trained, _), (_, count) in zip(split, groups, strict=True))
     held_out = [document for _, kept_back in split for document in kept_back]
+    if not held_out and int(held_out_frac * len(documents)):
+        line = (
+            f"none of the {len(documents):,} documents is held out, because they are turns of too few conversations or "
+            "answers to too few prompts; expected more, or --evaluate FILE of others"
+        )
+        warnings.warn(line, InputWarning, stacklevel=2)
     num_repeated = len(documents) - len({document.prompt.tobytes() for document in documents})
     return TrainingData(sources, documents, held_out, num_repeated)
 
