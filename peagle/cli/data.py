@@ -27,7 +27,7 @@ class Data:
       your target
         [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DATA --context 2048[/cyan]
       its responses that a file holds already
-        [cyan]peagle data --target DIR --prompt-file CHATS.jsonl --out DATA --answers recorded[/cyan]
+        [cyan]peagle data --prompt-file IN.jsonl --out DATA --answers recorded[/cyan]
       with aux_hidden and logits: training then does not run the target
         [cyan]peagle data --prompt-file IN.jsonl --out DATA --hidden --top 32[/cyan]
       long prompts

@@ -151,13 +151,11 @@ def _check(settings: Data) -> CheckedData:
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
     aux_layers = chosen_aux_layers(settings.taps, config.num_layers) if settings.hidden else ()
-    out, context = Path(settings.out), settings.engine.context or config.max_positions
-    warnings = [line for prompts in sets for line in prompts.warnings]
-    if context > config.max_positions:
-        warnings += [f"--context is {context}, more than {name} has; {config.max_positions} is used"] * (
-            context != Data.engine.context
-        )
-        context = config.max_positions
+    warnings, typed = [line for prompts in sets for line in prompts.warnings], settings.engine.context
+    context = min(typed or config.max_positions, config.max_positions)
+    if typed not in (None, context, Data.engine.context):
+        warnings.append(f"--context is {typed}, more than {name} has; {context} is used")
+    out = Path(settings.out)
     starts = range(0, len(conversations), settings.shard_prompts)
     manifest = _manifest(settings, name, fingerprint(directory), sets, len(conversations), aux_layers)
     expect_folder(out, manifest)
