@@ -11,9 +11,10 @@
                                  optional: the target's n best logits after each token, and the logsumexp of all
     shard_00001.safetensors ...
     part_00002.safetensors       the finished answers of a shard that is not
+    taught_00002.safetensors     those answers for which the target's results are computed, too
 
-A shard is whole or absent, and has a digest of its content: a truncated or altered shard is an error. A part is stored
-like a shard, whose conversations are numbered by their prompts.
+A shard is whole or absent, and has a digest of its content: a truncated or altered shard is an error. Parts are stored
+like a shard: `conversations` is the number of the prompt, or in `taught` the place among the shard's documents.
 """
 
 import dataclasses
@@ -44,6 +45,7 @@ DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends", "conversations")
 TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
 ALONE = -1
+PART, TAUGHT = "part", "taught"  # of a shard that is not finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +70,8 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard_{number:05d}.safetensors"
 
 
-def part_path(folder: Path, number: int) -> Path:
-    return folder / f"part_{number:05d}.safetensors"
+def part_path(folder: Path, number: int, kind: str = PART) -> Path:
+    return folder / f"{kind}_{number:05d}.safetensors"
 
 
 def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -94,7 +96,7 @@ def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _has_documents(folder: Path) -> bool:
-    return any(any(folder.glob(f"{kind}_*.safetensors")) for kind in ("shard", "part"))
+    return any(any(folder.glob(f"{kind}_*.safetensors")) for kind in ("shard", PART, TAUGHT))
 
 
 def _option(key: str) -> str:
@@ -129,19 +131,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_shard(folder: Path, number: int, documents: Sequence[Document]) -> None:
-    """Write a shard, whole or not at all, and remove its part. Raises OSError if it cannot be written."""
+    """Write a shard, whole or not at all, and remove its parts. Raises OSError if it cannot be written."""
     _write(shard_path(folder, number), documents)
-    part_path(folder, number).unlink(missing_ok=True)
+    for kind in (PART, TAUGHT):
+        part_path(folder, number, kind).unlink(missing_ok=True)
 
 
-def write_part(folder: Path, number: int, documents: Sequence[Document]) -> None:
-    """Write the finished answers of a shard, whole or not at all. Raises OSError if they cannot be written."""
-    _write(part_path(folder, number), documents)
+def write_part(folder: Path, number: int, documents: Sequence[Document], kind: str = PART) -> None:
+    """Write the finished documents of a shard, whole or not at all. Raises OSError if they cannot be written."""
+    _write(part_path(folder, number, kind), documents)
 
 
-def read_part(folder: Path, number: int) -> list[Document]:
-    """Read the finished answers of a shard that is not; none without a part. Raises InputError as `read_shard`."""
-    path = part_path(folder, number)
+def read_part(folder: Path, number: int, kind: str = PART) -> list[Document]:
+    """Read the finished documents of a shard that is not; none without a part. Raises InputError as `read_shard`."""
+    path = part_path(folder, number, kind)
     return read_shard(path) if path.exists() else []
 
 

@@ -245,7 +245,7 @@ def _write_shards(
             tally.lengths += [len(document.token_ids) for document in documents]
             if teacher is not None:
                 title = f"computing hidden states and logits of shard {index + 1} of {len(checked.missing)}"
-                documents = _taught(checked, settings, teacher, documents, title, display)
+                documents = _taught(checked, settings, teacher, documents, unfinished.taught, title, display)
             documents = [
                 dataclasses.replace(document, conversation=groups[document.conversation]) for document in documents
             ]
@@ -261,13 +261,19 @@ def _write_shards(
 
 
 def _taught(
-    checked: CheckedData, settings: Data, teacher: Teacher, documents: Sequence[Document], title: str, display: Display
+    checked: CheckedData,
+    settings: Data,
+    teacher: Teacher,
+    documents: Sequence[Document],
+    done: dict[int, Document],
+    title: str,
+    display: Display,
 ) -> list[Document]:
-    """Add hidden states and logits. Raises InputError before that if there is no room for them."""
+    """Add hidden states and logits to the documents that are not done. Raises InputError first if there is no room."""
     num_tokens = sum(len(cut_prompt(document, settings.keep_prompt).token_ids) for document in documents)
     expect_room(checked.out, num_tokens * checked.token_bytes, f"a shard of {num_tokens:,} tokens")
     with display.stage(title, animated=False) as stage:
-        return list(with_teacher(documents, teacher, settings.hidden, settings.top, settings.keep_prompt, stage))
+        return list(with_teacher(documents, teacher, settings.hidden, settings.top, settings.keep_prompt, stage, done))
 
 
 class _Progress:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from drafter.train.shards import Document, read_part, shard_path, write_part, write_shard
+from drafter.train.shards import PART, TAUGHT, Document, read_part, shard_path, write_part, write_shard
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
@@ -70,12 +70,14 @@ def with_teacher(
     top: int,
     keep_prompt: int | None,
     progress: Callable[[int, int], None] = lambda *_: None,
+    done: dict[int, Document] | None = None,
 ) -> Iterator[Document]:
     """Add the target's aux_hidden (if hidden) and its `top` best next tokens to documents.
 
     The target reads whole documents; then prompts are cut (`cut_prompt`). Calls progress(documents done, total) after
-    each pass.
+    each pass. done: finished documents by their place; each pass adds its own.
     """
+    done = {} if done is None else done
 
     @jax.jit
     def compute(token_ids: jax.Array) -> dict[str, jax.Array]:
@@ -87,10 +89,11 @@ def with_teacher(
         return {"aux_hidden": aux_hidden, "top_ids": ids, "top_logits": best, "log_total": total}
 
     kept = ["aux_hidden"] * hidden + ["top_ids", "top_logits", "log_total"] * (top > 0)
-    done: dict[int, Document] = {}
-    for group, width in passes([len(document.token_ids) for document in documents]):
+    missing = [index for index in range(len(documents)) if index not in done]
+    for group, width in passes([len(documents[index].token_ids) for index in missing]):
         interrupt.check()
         padded = np.zeros((rows_of_pass(width), width), np.int32)
+        group = [missing[place] for place in group]
         for row, index in enumerate(group):
             padded[row, : len(documents[index].token_ids)] = documents[index].token_ids
         results = {name: np.asarray(values) for name, values in compute(jnp.asarray(padded)).items() if name in kept}
@@ -100,7 +103,8 @@ def with_teacher(
             own = {name: values[row, : len(documents[index].token_ids)] for name, values in results.items()}
             done[index] = cut_prompt(dataclasses.replace(documents[index], teacher=own), keep_prompt)
         progress(len(done), len(documents))
-    yield from (done[index] for index in range(len(documents)))
+    for index, document in enumerate(documents):
+        yield dataclasses.replace(done[index], conversation=document.conversation)
 
 
 def passes(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
@@ -127,32 +131,37 @@ def _width(size: int) -> int:
 class Unfinished:
     """The finished documents of a shard that is being made: those of an earlier run, and new ones.
 
-    They are written as its part every SAVE_S, and if the block fails or is interrupted.
+    documents: answers. taught: those with the teacher's results, by their place in the shard. Both are written as parts
+    if the block fails or is interrupted, and answers every SAVE_S.
     """
 
     def __init__(self, out: Path, number: int) -> None:
         self.documents = read_part(out, number)
+        self.taught = {document.conversation: document for document in read_part(out, number, TAUGHT)}
         self._out, self._number = out, number
-        self._num_written, self._written_s = len(self.documents), time.monotonic()
+        self._num_written = {PART: len(self.documents), TAUGHT: len(self.taught)}
+        self._written_s = time.monotonic()
 
     def __enter__(self) -> "Unfinished":
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         if failed is not None:
-            self._write()
+            self._write(PART, self.documents)
+            taught = [dataclasses.replace(document, conversation=place) for place, document in self.taught.items()]
+            self._write(TAUGHT, taught)
 
     def add(self, document: Document) -> None:
         self.documents.append(document)
         if time.monotonic() - self._written_s > SAVE_S:
-            self._write()
+            self._written_s = time.monotonic()
+            self._write(PART, self.documents)
 
-    def _write(self) -> None:
-        self._written_s = time.monotonic()
-        if len(self.documents) > self._num_written:
+    def _write(self, kind: str, documents: Sequence[Document]) -> None:
+        if len(documents) > self._num_written[kind]:
             with contextlib.suppress(OSError):  # the shard's own error says why it cannot be written
-                write_part(self._out, self._number, self.documents)
-                self._num_written = len(self.documents)
+                write_part(self._out, self._number, documents, kind)
+                self._num_written[kind] = len(documents)
 
 
 def write_documents(out: Path, number: int, documents: Sequence[Document]) -> None:

@@ -124,6 +124,31 @@ def test_an_unfinished_shard_keeps_its_answers(
     assert [document.conversation for document in read_shards(out)] == [0, 0, 1, 2, 2]
 
 
+def test_an_unfinished_shard_keeps_what_the_teacher_computed(
+    lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
+    teacher, whole = "--hidden --top 2 --taps 0,1,2", lab.root / "whole"
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, peagle.workflows.dataset, "cut_prompt", 3)
+        assert "and 5 answers of the next" in lab.run(130, chats, lab.out, teacher)
+    assert len(list(lab.out.glob("taught_*"))) == 1
+    read: list[int] = []
+    with monkeypatch.context() as patch:
+        cut = peagle.workflows.dataset.cut_prompt
+        patch.setattr(peagle.workflows.dataset, "cut_prompt", lambda *given: read.append(1) or cut(*given))
+        lab.run(0, chats, lab.out, teacher)
+    assert len(read) == 1
+    assert not list(lab.out.glob("taught_*"))
+    lab.run(0, chats, whole, teacher)
+    same_documents(whole, lab.out)
+    for one, other in zip(read_shards(whole), read_shards(lab.out), strict=True):
+        for name in one.teacher:
+            np.testing.assert_allclose(
+                *(text.teacher[name].astype(float) for text in (one, other)), rtol=1e-2, atol=1e-2
+            )
+
+
 def test_a_shard_that_cannot_be_written_keeps_its_answers(
     lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
