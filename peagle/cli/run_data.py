@@ -208,11 +208,9 @@ def _source(checked: CheckedData, settings: Data, display: Display) -> Source:
     if settings.answers == "recorded":
         tokenizer, target = load_tokenizer(checked.directory), checked.target
         display.warn(unused_rendering(settings.rendering, tokenizer, checked.name))
-        reader = Reader(
-            checked.directory, tokenizer, settings.rendering, target.stop_token_ids, target.config.vocab_size,
-            checked.context,
-        )  # fmt: skip
-        return lambda conversations, first, skip, done, _: reader.documents(conversations, first, skip, done)
+        stops, vocab_size = target.stop_token_ids, target.config.vocab_size
+        reader = Reader(checked.directory, tokenizer, settings.rendering, stops, vocab_size, checked.context)
+        return reader.documents
     pair = load_pair(checked.name, None, settings.load, display)
     display.warn(unused_rendering(settings.rendering, pair.tokenizer, checked.name))
     options = AnswerOptions(

@@ -11,7 +11,7 @@ from peagle.config import SamplingParams
 from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.result import Result, follow, submit
+from peagle.result import follow, submit
 from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import detokenize
 
@@ -52,27 +52,27 @@ def answer(
         turns[document.conversation].append(document)
     unfinished = dict(zip(turns, conversations, strict=True))
 
-    def leave_ended() -> None:
-        for index in [index for index, asked in unfinished.items() if len(turns[index]) == asked.num_requests]:
-            del unfinished[index]
-            done()
+    def num_left(index: int) -> int:
+        return unfinished[index].num_requests - len(turns[index])
 
-    leave_ended()
+    def leave(index: int) -> None:
+        del unfinished[index]
+        done()
+
+    for index in [index for index in unfinished if not num_left(index)]:
+        leave(index)
     while unfinished:
         requests = []
         for index, conversation in list(unfinished.items()):
             try:
                 requests.append(_request(pair, conversation, turns[index], options, index))
             except InputError as error:
-                skipped(str(error), conversation.num_requests - len(turns[index]))
-                del unfinished[index]
-                done()
-        for result in _decode(pair, requests, options.slots):
-            ids = np.array([*result.request.prompt_ids, *result.output_ids], np.int32)
-            trained = np.arange(len(ids)) >= len(result.request.prompt_ids)
-            document = Document(ids, trained, conversation=result.request.index)
+                skipped(str(error), num_left(index))
+                leave(index)
+        for document in _decode(pair, requests, options.slots):
             turns[document.conversation].append(document)
-            leave_ended()
+            if not num_left(document.conversation):
+                leave(document.conversation)
             yield document
 
 
@@ -106,14 +106,17 @@ def _request(
     )
 
 
-def _decode(pair: Pair, requests: Sequence[Request], slots: int) -> Iterator[Result]:
-    """Decode the requests plainly; yield each result when it is complete."""
+def _decode(pair: Pair, requests: Sequence[Request], slots: int) -> Iterator[Document]:
+    """Decode the requests plainly; yield a document of each as it ends."""
     engine = pair.engine(pair.engine_config(0, slots=slots, context=pair.capacity(requests)))
     assemblers = submit(engine, requests, pair.tokenizer)
     try:
         with contextlib.closing(follow(engine, assemblers)) as pieces:
             for assembler, _ in pieces:
                 if assembler.finish_reason is not None:
-                    yield assembler.result()
+                    result = assembler.result()
+                    ids = np.array([*result.request.prompt_ids, *result.output_ids], np.int32)
+                    trained = np.arange(len(ids)) >= len(result.request.prompt_ids)
+                    yield Document(ids, trained, conversation=result.request.index)
     finally:
         engine.settle()

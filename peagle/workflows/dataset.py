@@ -93,13 +93,13 @@ def with_teacher(
     for group, width in passes([len(documents[index].token_ids) for index in missing]):
         interrupt.check()
         padded = np.zeros((rows_of_pass(width), width), np.int32)
-        group = [missing[place] for place in group]
-        for row, index in enumerate(group):
+        indexes = [missing[place] for place in group]
+        for row, index in enumerate(indexes):
             padded[row, : len(documents[index].token_ids)] = documents[index].token_ids
         results = {name: np.asarray(values) for name, values in compute(jnp.asarray(padded)).items() if name in kept}
         if "aux_hidden" in results:
             results["aux_hidden"] = results["aux_hidden"].astype(ml_dtypes.bfloat16)
-        for row, index in enumerate(group):
+        for row, index in enumerate(indexes):
             own = {name: values[row, : len(documents[index].token_ids)] for name, values in results.items()}
             done[index] = cut_prompt(dataclasses.replace(documents[index], teacher=own), keep_prompt)
         progress(len(done), len(documents))

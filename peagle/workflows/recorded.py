@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -32,13 +33,23 @@ class Reader:
     context: int
 
     def documents(
-        self, conversations: Sequence[Conversation], first_index: int, skipped: Skip, done: Callable[[], None]
+        self,
+        conversations: Sequence[Conversation],
+        first_index: int,
+        skipped: Skip,
+        done: Callable[[], None],
+        kept: Sequence[Document] = (),
     ) -> Iterator[Document]:
-        """Yield a document per answer, or per row of token ids.
+        """Yield a document per answer, or per row of token ids, after those kept of an earlier run.
 
         Calls `skipped` for an answer without room, of other tokens, or that the chat template refuses, and `done` after
         each conversation.
         """
+        return itertools.islice(self._all(conversations, first_index, skipped, done), len(kept), None)
+
+    def _all(
+        self, conversations: Sequence[Conversation], first_index: int, skipped: Skip, done: Callable[[], None]
+    ) -> Iterator[Document]:
         for index, conversation in enumerate(conversations, first_index):
             interrupt.check()
             recorded = conversation.recorded

@@ -69,13 +69,17 @@ def training_data(
     sources = tuple(Source(pack(trained, width), count) for (trained, _), (_, count) in zip(split, groups, strict=True))
     held_out = [document for _, kept_back in split for document in kept_back]
     if not held_out and int(held_out_frac * len(documents)):
-        line = (
-            f"none of the {len(documents):,} documents is held out, because they are turns of too few conversations or "
-            "answers to too few prompts; expected more, or --evaluate FILE of others"
-        )
-        warnings.warn(line, InputWarning, stacklevel=2)
+        _warn_of_none_held_out(len(documents))
     num_repeated = len(documents) - len({document.prompt.tobytes() for document in documents})
     return TrainingData(sources, documents, held_out, num_repeated)
+
+
+def _warn_of_none_held_out(num_documents: int) -> None:
+    line = (
+        f"none of the {num_documents:,} documents is held out, because they are turns of too few conversations or "
+        "answers to too few prompts; expected more, or --evaluate FILE of others"
+    )
+    warnings.warn(line, InputWarning, stacklevel=3)
 
 
 def _numbered_apart(folders: Sequence[Sequence[Document]]) -> list[list[Document]]:

@@ -278,6 +278,23 @@ def test_rows_of_speculators_are_data(lab: Lab, tmp_path: Path) -> None:
     assert [document.conversation for document in documents] == [0, 1, 0]
 
 
+def test_recorded_answers_go_on_after_an_interruption(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "rows.jsonl", lab.root / "whole"
+    rows = [{"input_ids": [9, 8, token], "loss_mask": [0, 0, 1]} for token in range(10, 15)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = f"data --target {lab.target} --prompt-file {path} --answers recorded --hidden --taps 0,1,2 --out"
+    for where, name, call in ((Unfinished, "add", 2), (peagle.workflows.dataset, "cut_prompt", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
+            press_ctrl_c_at(patch, where, name, call)
+            lab.run(130, command, lab.out)
+    lab.run(0, command, lab.out)
+    lab.run(0, command, whole)
+    same_documents(whole, lab.out)
+
+
 def test_the_checksum_of_a_pipe_is_of_what_it_held(lab: Lab) -> None:
     reading, writing = os.pipe()
     content = lab.prompts.read_bytes()
