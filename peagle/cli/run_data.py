@@ -189,8 +189,8 @@ def _notes(checked: CheckedData, settings: Data) -> Iterator[str]:
     num_prompts, num_recorded = len(checked.conversations), sum(row.num_left_out for row in checked.conversations)
     if num_recorded and settings.answers == "generated":
         yield (
-            f"{num_recorded:,} recorded answers are left out, and the target answers anew; --answers recorded takes "
-            "them as they are"
+            f"recorded answers that are left out: {num_recorded:,}; the target answers anew, and --answers recorded "
+            "takes them as they are"
         )
     if repeated := num_repeated(checked.conversations):
         yield f"{repeated:,} of {num_prompts:,} prompts repeat one before; a training holds out all of a prompt or none"

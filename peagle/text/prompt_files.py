@@ -16,8 +16,8 @@
 
 JSON may be lines or one list, and any file may be gzipped. A file has one layout. ShareGPT's answers are left out,
 because the model generates its own. Answers in messages, and in ShareGPT with tools, are the history; a last answer is
-generated anew. Reasoning in the history is left out, as chat templates do, unless calls follow it. The whole chat, with
-answers and reasoning, is `Conversation.recorded`, and `PromptSet.num_left_out` counts the answers that are left out.
+generated anew. So is a text under ANSWER_KEYS. Reasoning in the history is left out, as chat templates do, unless calls
+follow it. The whole chat, with answers and reasoning, is `Conversation.recorded`.
 
 A row of any layout may have a system text (SYSTEM_KEYS), `tools` and a `category`. `PromptSet.warnings` counts other
 keys, except BOOKKEEPING. A row without a readable prompt is skipped; with `strict` it is an error.
@@ -58,6 +58,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in 
 MESSAGE_TEXTS = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
 REASONING = ("reasoning", "reasoning_content")  # what servers call an answer's reasoning; templates: "thinking"
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
+ANSWER_KEYS = ("response", "completion", "output")  # of a row with a single prompt: what a model answered
 MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *MESSAGE_TEXTS, *REASONING}
 # keys that are not for the model: kind and source of a row, and reference answers
 BOOKKEEPING = {
@@ -109,11 +110,6 @@ class PromptSet:
     @property
     def num_rows(self) -> int:
         return len(self.conversations) + len(self.skipped)
-
-    @property
-    def num_left_out(self) -> int:
-        """The number of recorded answers that the conversations leave out."""
-        return sum(conversation.num_left_out for conversation in self.conversations)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -324,7 +320,7 @@ def _read_row(row: Any, name: str) -> _Row:
         answer = row["completion"] if _is_chat(row.get("completion")) else []
         row = {**row, "messages": [*row["prompt"], *answer], "prompt": None}
     layout = _layout(row, name)
-    conversation = _with_system(LAYOUTS[layout].read(row, name), row, name)
+    conversation = _with_answer(_with_system(LAYOUTS[layout].read(row, name), row, name), row)
     if tools := _filled(row.get("tools")):
         conversation = dataclasses.replace(conversation, tools=_tools(tools, f"{name}: tools"))
     category = row.get("category")
@@ -378,6 +374,15 @@ def _with_system(conversation: Conversation, row: Row, name: str) -> Conversatio
     texts = [text for text in (*texts, conversation.system or "") if text.strip()]
     system = "\n\n".join(dict.fromkeys(texts)) or None
     return conversation if system == conversation.system else dataclasses.replace(conversation, system=system)
+
+
+def _with_answer(conversation: Conversation, row: Row) -> Conversation:
+    """Add the recorded answer of a row that has it beside a single prompt."""
+    answer = next((row[key] for key in ANSWER_KEYS if isinstance(row.get(key), str) and row[key]), None)
+    if answer is None or conversation.recorded is not None or len(conversation.turns) != 1:
+        return conversation
+    messages = {"role": USER, "content": conversation.turns[0]}, _message({"role": ASSISTANT, "content": answer}, "")
+    return dataclasses.replace(conversation, recorded=Recorded(messages))
 
 
 def _tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:

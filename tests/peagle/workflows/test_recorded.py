@@ -107,10 +107,10 @@ def test_an_answer_is_trained_after_the_prompt_that_asked_for_it(
 
 
 def test_rows_of_other_shapes_hold_answers_too(directory: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """ShareGPT's, and TRL's pairs of a prompt and a completion."""
+    """ShareGPT's, pairs of a prompt and a completion (TRL), and Alpaca's."""
     share = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     pair = {"prompt": [user("a")], "completion": [assistant("b")]}
-    for row in (share, pair):
+    for row in (share, pair, {"prompt": "a", "completion": "b"}, {"instruction": "a", "input": "", "output": "b"}):
         ((document,), _) = documents_of(directory, tmp_path, row)
         assert (
             detokenize(tokenizer, document.token_ids[document.trained].tolist())
@@ -151,7 +151,7 @@ def test_an_answer_whose_end_a_template_hides_is_left_out(directory: Path, tmp_p
         ({"messages": [user("a")]}, "has no recorded answer"),
         ({"messages": [assistant("b"), user("a")]}, "has no recorded answer"),
         ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "has no recorded answer"),
-        ({"prompt": "a", "response": "b"}, "has no recorded answer"),
+        ({"question": "a", "answer": "b"}, "has no recorded answer"),
         ({"input_ids": [1, 2], "loss_mask": [0]}, "expected two lists of one length"),
         ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "the second of 0 and 1"),
         ({"input_ids": [1, "x"], "loss_mask": [0, 1]}, "expected integers"),

@@ -258,7 +258,7 @@ def test_recorded_answers_are_taken_as_they_are(
     lab.run(0, command, lab.root / "taught", "--hidden --top 2 --taps 0,1,2")
     assert {document.teacher["aux_hidden"].shape[1] for document in read_shards(lab.root / "taught")} == {192}
     said = lab.run(0, command.replace("--answers recorded", ""), lab.out, "-n 2")
-    assert "2 recorded answers are left out, and the target answers anew; --answers recorded takes them" in said
+    assert "recorded answers that are left out: 2; the target answers anew, and --answers recorded takes" in said
 
 
 def test_rows_of_speculators_are_data(lab: Lab, tmp_path: Path) -> None:
