@@ -14,6 +14,7 @@ from typing import Any
 
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.ops.files import expect_room
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 WEIGHTS = ".safetensors"
@@ -90,9 +91,10 @@ def remaining(name: str) -> Remaining:
 def fetch(what: Remaining, progress: Callable[[int, int], None]) -> None:
     """Download the missing files one by one, so that an interruption costs one file at most.
 
-    Calls progress(bytes so far, all bytes) from another thread. Raises InputError as `remaining` does, and
-    KeyboardInterrupt after Ctrl-C; complete files stay.
+    Calls progress(bytes so far, all bytes) from another thread. Raises InputError as `remaining` does, and before the
+    first file if there is no room for all, and KeyboardInterrupt after Ctrl-C; complete files stay.
     """
+    expect_room(cache(), what.num_bytes, what.name)
     with _online(what.name):
         _snapshot(what.name, max_workers=1, tqdm_class=_reporting(lambda done: progress(done, what.num_bytes)))
 

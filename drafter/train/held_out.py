@@ -2,17 +2,18 @@
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from drafter.train.batches import Batch, Batches, Row, Source, pack
 from drafter.train.config import LossName
-from drafter.train.shards import Document
+from drafter.train.shards import ALONE, Document
 from peagle.ops.errors import InputError
 
 DEFAULT_FRAC = 0.1
-LEAST_ROWS = 8  # per evaluation; more if a step has more
+ROWS = 32  # of an evaluation, if the documents suffice; more if a step has more
 FILLED_FRAC = 0.85  # typical share of a row that packed documents fill
 
 
@@ -58,44 +59,61 @@ def score_of(loss: LossName, mean_loss: float, hits_by_depth: Sequence[float]) -
 
 
 def rows_of_evaluation(rows_per_step: int) -> int:
-    """Return the rows of an evaluation: those of whole steps, at least LEAST_ROWS."""
-    return -(-LEAST_ROWS // rows_per_step) * rows_per_step
+    """Return the most rows of an evaluation: those of whole steps, at least ROWS."""
+    return -(-ROWS // rows_per_step) * rows_per_step
 
 
 def keep_back(
-    documents: Sequence[Document], frac: float, num_tokens: int, seed: int
-) -> tuple[list[Document], list[Document]]:
-    """Split documents into (trained, held out): hold out at most `frac` of the conversations, and num_tokens.
+    parts: Sequence[tuple[Sequence[Document], int]], frac: float, seed: int
+) -> list[tuple[list[Document], list[Document]]]:
+    """Split the documents of each part into (trained, held out), so that no held-out prompt is trained on.
 
-    A conversation's turns stay together, because each turn repeats those before it.
+    parts: (documents, the most tokens to hold out). Documents that belong together (`related`) are all held out, in
+    every part, or none is: at most `frac` of the groups of a part, and no group that is most of it.
     """
-    conversations = _conversations(documents)
+    groups = iter(related([document for documents, _ in parts for document in documents]))
+    numbered = [[(next(groups), document) for document in documents] for documents, _ in parts]
+    sizes = [Counter(number for number, _ in part) for part in numbered]
+    most_of_a_part = {number for size in sizes for number in size if 2 * size[number] > size.total()}
     held: set[int] = set()
-    tokens = 0
-    for index in np.random.default_rng((seed, 2)).permutation(len(conversations))[: int(frac * len(conversations))]:
-        tokens += sum(len(document.token_ids) for document in conversations[index])
-        if tokens > num_tokens and held:
-            break
-        held.add(int(index))
-    trained, held_out = (
-        [document for index, turns in enumerate(conversations) if (index in held) == is_held for document in turns]
-        for is_held in (False, True)
-    )
-    return trained, held_out
+    for part, size, (_, most) in zip(numbered, sizes, parts, strict=True):
+        tokens = Counter[int]()
+        for number, document in part:
+            tokens[number] += len(document.token_ids)
+        own, order = held & size.keys(), np.random.default_rng((seed, 2)).permutation(list(size)).tolist()
+        for number in (number for number in order if number not in held | most_of_a_part):
+            total = sum(tokens[other] for other in own) + tokens[number]
+            if len(own) >= int(frac * len(size)) or (own and total > most):
+                break
+            own.add(number)
+        held |= own
+    return [
+        ([document for number, document in part if number not in held], [d for number, d in part if number in held])
+        for part in numbered
+    ]
 
 
-def _conversations(documents: Sequence[Document]) -> list[list[Document]]:
-    """Group consecutive documents that begin with the same prompt."""
-    conversations: list[list[Document]] = []
-    for document in documents:
-        if conversations and _repeats(document, conversations[-1][-1]):
-            conversations[-1].append(document)
+def related(documents: Sequence[Document]) -> list[int]:
+    """Number the groups of documents that share a conversation, or whose prompt begins with the prompt of another.
+
+    Equal prompts do, and later turns, also where each turn is a row of its own in the file of prompts.
+    """
+    joined = list(range(len(documents)))
+
+    def root(index: int) -> int:
+        while joined[index] != index:
+            joined[index] = index = joined[joined[index]]
+        return index
+
+    first: dict[int, int] = {}
+    for index, document in enumerate(documents):
+        if document.conversation != ALONE:
+            joined[root(index)] = root(first.setdefault(document.conversation, index))
+    prompts = [document.prompt.astype(np.int32).tobytes() for document in documents]
+    before: int | None = None  # the last prompt that begins another or itself
+    for index in sorted(filter(prompts.__getitem__, range(len(documents))), key=prompts.__getitem__):
+        if before is not None and prompts[index].startswith(prompts[before]):
+            joined[root(index)] = root(before)
         else:
-            conversations.append([document])
-    return conversations
-
-
-def _repeats(document: Document, before: Document) -> bool:
-    """Whether a document begins with the prompt of the document before it."""
-    size = int(np.argmax(before.trained)) if before.trained.any() else 0
-    return size > 0 and np.array_equal(document.token_ids[:size], before.token_ids[:size])
+            before = index
+    return [root(index) for index in range(len(documents))]

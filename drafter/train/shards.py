@@ -5,12 +5,16 @@
         token_ids   int32 [N]
         trained     uint8 [N]    1: predicting this token counts (the target wrote it)
         ends        int64 [D]    where each document ends
+        conversations int64 [D]  which conversation each document is a turn of; ALONE: of none
         aux_hidden  [N, A]       optional: the aux layers' hidden states at each token
         top_ids     int32 [N, n], top_logits float32 [N, n], log_total float32 [N]
                                  optional: the target's n best logits after each token, and the logsumexp of all
     shard_00001.safetensors ...
+    part_00002.safetensors       the finished answers of a shard that is not
+    taught_00002.safetensors     those answers for which the target's results are computed, too
 
-A shard is whole or absent, and has a digest of its content: a truncated or altered shard is an error.
+A shard is whole or absent, and has a digest of its content: a truncated or altered shard is an error. Parts are stored
+like a shard: `conversations` is the number of the prompt, or in `taught` the place among the shard's documents.
 """
 
 import dataclasses
@@ -32,37 +36,53 @@ from peagle.ops.strict_json import dumps
 MANIFEST = "manifest.json"
 # manifest keys whose options have another name
 OPTIONS = {"prompts": "--prompt-file", "weights": "--target", "max_new_tokens": "-n", "raw": "--raw-prompt"}
-SCHEMA = 1
+SCHEMA = 2
 # keys of the manifest
 NAME = "target"  # the target's path as typed
 WEIGHTS = "weights"  # the target's peagle.ops.checkpoint.fingerprint
 KEPT = "keep_prompt"  # how many last tokens of a prompt were kept; absent: all
 DIGEST = "sha256"  # key of the files' metadata
-REQUIRED = ("token_ids", "trained", "ends")
+REQUIRED = ("token_ids", "trained", "ends", "conversations")
 TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
+ALONE = -1
+PART, TAUGHT = "part", "taught"  # of a shard that is not finished
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One conversation. teacher: stored tensors of the target (TEACHER), with a row per token."""
+    """A prompt and its answer. teacher: stored tensors of the target (TEACHER), with a row per token.
+
+    conversation: its number among those of the folder, because each turn repeats those before it; ALONE: of none.
+    """
 
     token_ids: np.ndarray  # [n]
     trained: np.ndarray  # [n] bool
     teacher: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    conversation: int = ALONE
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """The tokens before the first trained one; none if no token is trained."""
+        return self.token_ids[: int(np.argmax(self.trained)) if self.trained.any() else 0]
 
 
 def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard_{number:05d}.safetensors"
 
 
+def part_path(folder: Path, number: int, kind: str = PART) -> Path:
+    return folder / f"{kind}_{number:05d}.safetensors"
+
+
 def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raise InputError unless the folder is new or was begun with the same settings. Writes nothing.
 
-    A folder without a shard counts as new. The target's path may differ, because a directory can have several paths.
+    A folder without a shard or a part counts as new. The target's path may differ, because a directory can have several
+    paths.
     """
     manifest = {"schema": SCHEMA, **settings}
     if (folder / MANIFEST).exists():
-        if not _has_shards(folder):
+        if not _has_documents(folder):
             return
         stored = read_manifest(folder)
         records = flat(stored), flat(manifest)
@@ -75,8 +95,8 @@ def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
         raise InputError(f"{folder} {what}; expected a new folder, or one of training data")
 
 
-def _has_shards(folder: Path) -> bool:
-    return any(folder.glob("shard_*.safetensors"))
+def _has_documents(folder: Path) -> bool:
+    return any(any(folder.glob(f"{kind}_*.safetensors")) for kind in ("shard", PART, TAUGHT))
 
 
 def _option(key: str) -> str:
@@ -85,10 +105,10 @@ def _option(key: str) -> str:
 
 
 def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Create the folder and its manifest, unless it holds shards. Raises InputError as `expect_folder`."""
+    """Create the folder and its manifest, unless it holds documents. Raises InputError as `expect_folder`."""
     expect_folder(folder, settings)
     path = folder / MANIFEST
-    if path.exists() and _has_shards(folder):
+    if path.exists() and _has_documents(folder):
         return
     manifest = {"schema": SCHEMA, **settings}
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,16 +131,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_shard(folder: Path, number: int, documents: Sequence[Document]) -> None:
-    """Write a shard, whole or not at all. Raises OSError if it cannot be written."""
+    """Write a shard, whole or not at all, and remove its parts. Raises OSError if it cannot be written."""
+    _write(shard_path(folder, number), documents)
+    for kind in (PART, TAUGHT):
+        part_path(folder, number, kind).unlink(missing_ok=True)
+
+
+def write_part(folder: Path, number: int, documents: Sequence[Document], kind: str = PART) -> None:
+    """Write the finished documents of a shard, whole or not at all. Raises OSError if they cannot be written."""
+    _write(part_path(folder, number, kind), documents)
+
+
+def read_part(folder: Path, number: int, kind: str = PART) -> list[Document]:
+    """Read the finished documents of a shard that is not; none without a part. Raises InputError as `read_shard`."""
+    path = part_path(folder, number, kind)
+    return read_shard(path) if path.exists() else []
+
+
+def _write(path: Path, documents: Sequence[Document]) -> None:
     arrays = {
-        "token_ids": np.concatenate([np.asarray(document.token_ids, np.int32) for document in documents]),
-        "trained": np.concatenate([np.asarray(document.trained, np.uint8) for document in documents]),
+        "token_ids": _joined([np.asarray(document.token_ids, np.int32) for document in documents], np.int32),
+        "trained": _joined([np.asarray(document.trained, np.uint8) for document in documents], np.uint8),
         "ends": np.cumsum([len(document.token_ids) for document in documents], dtype=np.int64),
+        "conversations": np.array([document.conversation for document in documents], np.int64),
     }
-    for name in documents[0].teacher:
+    for name in documents[0].teacher if documents else ():
         arrays[name] = np.ascontiguousarray(np.concatenate([document.teacher[name] for document in documents]))
     metadata = {DIGEST: _digest(arrays)}
-    write_whole(shard_path(folder, number), lambda temporary: save_tensors(temporary, arrays, metadata))
+    write_whole(path, lambda temporary: save_tensors(temporary, arrays, metadata))
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros((0,), dtype)
 
 
 def read_shards(folder: Path) -> list[Document]:
@@ -161,15 +203,16 @@ def read_shard(path: Path) -> list[Document]:
         raise InputError(
             f"{path} is corrupt: its content does not match its digest; remove it, and peagle data makes it again"
         )
-    ends = arrays["ends"].tolist()
+    ends, conversations = arrays["ends"].tolist(), arrays["conversations"].tolist()
     teacher = {name: arrays[name] for name in TEACHER if name in arrays}
     return [
         Document(
             arrays["token_ids"][start:end],
             arrays["trained"][start:end].astype(bool),
             {name: values[start:end] for name, values in teacher.items()},
+            conversation,
         )
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+        for start, end, conversation in zip([0, *ends[:-1]] if ends else [], ends, conversations, strict=True)
     ]
 
 

@@ -8,12 +8,15 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code (`peagle.cli.app.main`): 130 after Ctrl-C, also during imports."""
+    """Run the command line and return its exit code (`peagle.cli.app.main`).
+
+    After Ctrl-C, SIGTERM or SIGHUP, also during imports: 130, 143 or 129.
+    """
     with interrupt.handled():
         try:
             from peagle.cli import app
 
             code = app.main(arguments)
         except KeyboardInterrupt:
-            return interrupt.EXIT_CODE
-        return interrupt.EXIT_CODE if interrupt.pressed() else code
+            return interrupt.exit_code()
+        return interrupt.exit_code() if interrupt.pressed() else code

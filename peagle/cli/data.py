@@ -2,30 +2,32 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from peagle.cli.command import Takes
 from peagle.cli.flags import PROMPT_FILE, QUIET, STRICT
-from peagle.config import AnswerConfig, EngineConfig, LoadConfig, SamplingParams
+from peagle.config import EngineConfig, LoadConfig, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.ops.flag import DRAFTER, OUTPUT, PROMPT, Flag, check_least, layers_reader
+from peagle.ops.flag import DRAFTER, OUTPUT, PROMPT, SAMPLING, Flag, check_least, layers_reader
 from peagle.text.prompts import Rendering
 
-CONTEXT = "Context length in tokens: prompt plus response; a prompt that leaves no room is skipped."
+CONTEXT = "Context length in tokens: prompt plus response. A prompt that leaves no room is skipped."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Generate training data: a target's responses to prompts.
 
-    Writes the responses in shards. The same command resumes with the shards that
-    are missing.
+    Writes the responses in shards. After Ctrl-C or SIGTERM, the same command
+    resumes with the responses that are missing.
 
     [bold]Examples[/bold]
 
       the demo target   [cyan]peagle data --prompt-file IN.jsonl --out DATA[/cyan]
       your target
-        [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DATA -n 512[/cyan]
+        [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DATA --context 2048[/cyan]
+      its responses that a file holds already
+        [cyan]peagle data --prompt-file IN.jsonl --out DATA --answers recorded[/cyan]
       with aux_hidden and logits: training then does not run the target
         [cyan]peagle data --prompt-file IN.jsonl --out DATA --hidden --top 32[/cyan]
       long prompts
@@ -36,12 +38,16 @@ class Data:
     """Prompt file, in a format of peagle speculate; repeatable."""
     out: Annotated[str, Flag(OUTPUT, "DIR")]
     """Output directory; the same command resumes it."""
+    answers: Annotated[Literal["generated", "recorded"], Flag(PROMPT, "HOW")] = "generated"
+    """generated: the target responds anew. recorded: take the responses in the prompt file as they are: those of an
+    assistant in messages, or input_ids with a loss_mask."""
     num_prompts: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Use the first N prompts, 1 or more."""
     strict: Annotated[bool, STRICT] = False
     rendering: Rendering = Rendering()
     load: Annotated[LoadConfig, Takes(("target", "download", "dtype", "experts", "kernels"))] = LoadConfig()
-    answer: Annotated[AnswerConfig, Takes(("max_new_tokens",))] = AnswerConfig()
+    max_new_tokens: Annotated[int | None, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = None
+    """Maximum tokens of a response. Default: what the context leaves."""
     engine: Annotated[
         EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT}, olds={"slots": "--batch"})
     ] = EngineConfig(context=512, slots=32)
@@ -60,7 +66,7 @@ class Data:
     quiet: Annotated[bool, QUIET] = False
 
     def __post_init__(self) -> None:
-        check_least(self, num_prompts=1, shard_prompts=1, top=0, keep_prompt=0)
+        check_least(self, num_prompts=1, max_new_tokens=1, shard_prompts=1, top=0, keep_prompt=0)
         if self.keep_prompt is not None and not (self.hidden and self.top):
             raise InputError(
                 "--keep-prompt drops tokens that the target would have to read again in training; give --hidden and "

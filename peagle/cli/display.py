@@ -174,7 +174,7 @@ class Display(Observer):
 
     @contextmanager
     def on_interrupt(self, describe_kept: Callable[[], str]) -> Iterator[None]:
-        """If Ctrl-C interrupts the block, note which results are kept."""
+        """If a signal interrupts the block, note which results are kept."""
         try:
             yield
         except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from peagle.ops.memory import format_size
 from peagle.pair import Pair
 from peagle.parallel import parse_mesh
 from peagle.text.prompts import Rendering
+from peagle.text.tokenizer import Tokenizer
 
 CHECKPOINT_FIELDS = ("target", "drafter", "init", "directories")
 
@@ -90,8 +91,8 @@ def unused_sampling(sampling: SamplingParams, draws_acceptance: bool = False) ->
     return [f"{options}: no effect at temperature 0, where the likeliest token is taken"] if options else []
 
 
-def unused_rendering(rendering: Rendering, pair: Pair, target: str) -> list[str]:
+def unused_rendering(rendering: Rendering, tokenizer: Tokenizer | None, target: str) -> list[str]:
     """Return a warning about options that the rendered prompts do not show, if any."""
-    options = [] if pair.tokenizer is None else rendering.without_effect(pair.tokenizer)
+    options = [] if tokenizer is None else rendering.without_effect(tokenizer)
     where = "raw prompts do" if rendering.raw else f"the chat template of {target} does"
     return [f"{', '.join(options)}: no effect, since {where} not show it"] if options else []

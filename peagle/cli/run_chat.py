@@ -49,7 +49,7 @@ def chat(settings: Chat) -> int:
     pair = load_pair(target, drafter, settings.load, display)
     display.set_tokenizer(pair.tokenizer)
     _check_template(pair, config.rendering, target)
-    display.warn([*unused_sampling(settings.sampling), *unused_rendering(config.rendering, pair, target)])
+    display.warn([*unused_sampling(settings.sampling), *unused_rendering(config.rendering, pair.tokenizer, target)])
     k = pair.drafts(settings.engine.num_speculative_tokens).most
     context = chosen_context(pair, settings.engine, num_engines=1 + (settings.baseline and k > 0))
     config = dataclasses.replace(config, engine=dataclasses.replace(settings.engine, context=context))

@@ -1,4 +1,4 @@
-"""Run `peagle cluster up`: a fleet on Ray Serve, until Ctrl-C or SIGTERM."""
+"""Run `peagle cluster up`: a fleet on Ray Serve, until Ctrl-C, SIGTERM or SIGHUP."""
 
 import contextlib
 import dataclasses
@@ -39,17 +39,13 @@ def start_fleet(settings: Up) -> int:
         from peagle.cluster.start import run
     warn_if_open(settings.host, settings.api_key_file)
     stopped = threading.Event()
-    on_ctrl_c = signal.getsignal(signal.SIGINT)
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(*_: Any) -> None:
         if stopped.is_set():  # the second signal: do not wait for open responses
             raise KeyboardInterrupt
         stopped.set()
-        if number == signal.SIGINT and callable(on_ctrl_c):
-            on_ctrl_c(number, frame)
-            interrupt.forget()  # otherwise the second Ctrl-C would end only this process, and Ray's would stay
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in interrupt.heeded():  # with peagle.ops.interrupt's handler a second one would leave Ray's processes
         signal.signal(number, stop)
     display, count = Display(), config.prefill + config.decode
     replicas = "1 replica, which" if count == 1 else f"{count} replicas, each of which"

@@ -1,29 +1,57 @@
-"""Run `peagle data`: let the target answer prompts, and write its answers to shards of training data."""
+"""Run `peagle data`: write a target's answers to prompts, new or recorded ones, to shards of training data."""
 
 import dataclasses
-import hashlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from drafter.train.shards import KEPT, NAME, WEIGHTS, expect_folder, open_folder, shard_path, total_tokens
+from drafter.train.shards import (
+    KEPT,
+    NAME,
+    WEIGHTS,
+    Document,
+    expect_folder,
+    open_folder,
+    read_part,
+    shard_path,
+    total_tokens,
+)
 from peagle.checkpoints import or_demo, resolve
+from peagle.cli.command import changed_options
 from peagle.cli.data import Data
-from peagle.cli.display import Display, Stage
+from peagle.cli.display import Display
 from peagle.cli.models import load_pair, unused_rendering, unused_sampling
+from peagle.config import SamplingParams
+from peagle.loading import default_dtype
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
+from peagle.ops.files import expect_room, free_bytes
+from peagle.ops.memory import format_size
 from peagle.ops.strict_json import dumps
-from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
-from peagle.text.prompts import Conversation
-from peagle.workflows.answers import AnswerOptions, answer
-from peagle.workflows.dataset import chosen_aux_layers, lengths_in_words, load_teacher, with_teacher, write_answers
-from target.load import inspect_target
+from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
+from peagle.text.prompts import Conversation, num_repeated
+from peagle.text.tokenizer import load_tokenizer
+from peagle.workflows.answers import AnswerOptions, Skip, answer, in_order, is_cut
+from peagle.workflows.dataset import (
+    Unfinished,
+    bytes_per_token,
+    chosen_aux_layers,
+    cut_prompt,
+    lengths_in_words,
+    load_teacher,
+    with_teacher,
+    write_documents,
+)
+from peagle.workflows.recorded import Reader
+from target.load import TargetFiles, inspect_target
+from target.teacher import Teacher
+
+MANY_FRAC = 0.1  # of the answers; warn if more are cut or left out
+# makes documents of (conversations, the index of the first, skipped, done, documents of an earlier run)
+Source = Callable[[Sequence[Conversation], int, Skip, Callable[[], None], Sequence[Document]], Iterator[Document]]
 
 
 @dataclass(frozen=True)
@@ -32,21 +60,55 @@ class CheckedData:
 
     name: str  # of the target, as typed
     directory: Path  # of the target
+    target: TargetFiles
     out: Path
+    context: int
     manifest: dict[str, Any]
     conversations: Sequence[Conversation]
-    skipped: Sequence[Skipped]
+    sets: Sequence[PromptSet]
     warnings: Sequence[str]
     aux_layers: tuple[int, ...]  # to store; none without --hidden
+    token_bytes: int  # in a shard
     starts: range  # the first conversation of every shard
     missing: Sequence[int]  # numbers of the shards still to write
 
     def shard(self, number: int) -> Sequence[Conversation]:
         return self.conversations[self.starts[number] : self.starts[number] + self.starts.step]
 
+    def kept(self) -> str:
+        """Say what an interrupted run leaves."""
+        num_answers = sum(len(read_part(self.out, number)) for number in self.missing)
+        count = sum(shard_path(self.out, number).exists() for number in range(len(self.starts)))
+        more = f", and {num_answers:,} answers of the next" if num_answers else ""
+        return f"{count} of {len(self.starts)} shards are in {self.out}{more}; the same command goes on after them"
+
+
+@dataclass
+class Tally:
+    """What a run made."""
+
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_trained: int = 0  # tokens of answers
+    num_cut: int = 0  # answers that end at a limit
+    lengths: list[int] = field(default_factory=list)  # of documents before their prompts are cut
+    num_left_out: int = 0  # turns
+    why: str | None = None  # the first of them
+
+    def skip(self, reason: str, num_turns: int) -> None:
+        self.num_left_out += num_turns
+        self.why = self.why or reason
+
+    def add(self, documents: Sequence[Document], stop_token_ids: Sequence[int]) -> None:
+        tokens, trained = total_tokens(documents)
+        self.num_documents += len(documents)
+        self.num_tokens += tokens
+        self.num_trained += trained
+        self.num_cut += sum(is_cut(document, stop_token_ids) for document in documents)
+
 
 def make_data(settings: Data) -> int:
-    """Answer the prompts of every missing shard. Return the exit code.
+    """Write every missing shard. Return the exit code.
 
     Raises InputError for bad options and prompts before it loads weights; later if a shard cannot be written.
     """
@@ -54,25 +116,21 @@ def make_data(settings: Data) -> int:
     with display.stage("reading the prompts"):
         checked = _check(settings)
     display.warn(checked.warnings)
-    display.warn(unused_sampling(settings.sampling))
+    display.warn(_unused_options(settings))
     if not checked.missing:
         display.note(f"{checked.out} is complete: {len(checked.starts)} shards")
         return 0
-    skipped: list[str] = []
-    lengths: list[int] = []
-    (num_documents, num_tokens, num_answered), seconds = _answer_shards(checked, settings, display, skipped, lengths)
-    lines = [
-        f"data         {len(checked.starts)} shards in {checked.out}, {len(checked.missing)} of them made now",
-        f"made now     {num_documents} documents, {num_tokens:,} tokens, {num_answered:,} of them the target's, "
-        f"{num_answered / seconds:,.0f} tok/s",
-        f"lengths      {lengths_in_words(lengths)}",
-    ]
-    if checked.skipped:
-        lines.append(f"left out     {skipped_line(checked.skipped)}")
-    unanswered = [f"{len(skipped)} prompts that cannot be answered, the first: {skipped[0]}"] if skipped else []
-    display.summary([*lines, *(f"skipped      {line}" for line in unanswered)])
-    if settings.quiet:  # otherwise the summary has it
-        display.warn(unanswered)
+    for line in _notes(checked, settings):
+        display.note(line)
+    tally = Tally()
+    source, teacher = _source(checked, settings, display), None
+    if settings.hidden or settings.top:
+        teacher = load_teacher(checked.directory, settings.load.dtype or default_dtype(), checked.aux_layers)
+    started = time.perf_counter()
+    with display.on_interrupt(checked.kept):
+        _write_shards(checked, settings, source, teacher, tally, display)
+    display.summary(_summary(checked, settings, tally, time.perf_counter() - started))
+    display.warn(_losses(settings, checked.context, tally))
     return 0
 
 
@@ -80,87 +138,210 @@ def _check(settings: Data) -> CheckedData:
     """Read the prompts and check the folder. Raises InputError for prompts, options and folders that do not work."""
     name = or_demo(settings.load.target)
     directory = resolve(name, "target")
-    sets = [read_prompts(path, directory, settings.rendering, strict=settings.strict) for path in settings.prompt_file]
+    answered = settings.answers == "recorded"
+    sets = [
+        read_prompts(path, directory, settings.rendering, strict=settings.strict, answered=answered)
+        for path in settings.prompt_file
+    ]
     conversations = [conversation for prompts in sets for conversation in prompts.conversations]
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
-    config = inspect_target(directory).config
+    target = inspect_target(directory)
+    config = target.config
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
     aux_layers = chosen_aux_layers(settings.taps, config.num_layers) if settings.hidden else ()
+    warnings, typed = [line for prompts in sets for line in prompts.warnings], settings.engine.context
+    context = min(typed or config.max_positions, config.max_positions)
+    if typed not in (None, context, Data.engine.context):
+        warnings.append(f"--context is {typed}, more than {name} has; {context} is used")
     out = Path(settings.out)
     starts = range(0, len(conversations), settings.shard_prompts)
-    manifest = _manifest(settings, name, fingerprint(directory), len(conversations), aux_layers)
+    manifest = _manifest(settings, name, fingerprint(directory), sets, len(conversations), aux_layers)
     expect_folder(out, manifest)
     return CheckedData(
-        name=name, directory=directory, out=out, manifest=manifest, conversations=conversations,
-        skipped=[row for prompts in sets for row in prompts.skipped],
-        warnings=[line for prompts in sets for line in prompts.warnings],
-        aux_layers=aux_layers, starts=starts,
+        name=name, directory=directory, target=target, out=out, context=context, manifest=manifest,
+        conversations=conversations, sets=sets, warnings=warnings, aux_layers=aux_layers,
+        token_bytes=bytes_per_token(len(aux_layers) * config.hidden_size, settings.top), starts=starts,
         missing=[number for number in range(len(starts)) if not shard_path(out, number).exists()],
     )  # fmt: skip
 
 
-def _answer_shards(
-    checked: CheckedData, settings: Data, display: Display, skipped: list[str], lengths: list[int]
-) -> tuple[Sequence[int], float]:
-    """Write the missing shards, with progress; return ((documents, tokens, answered tokens), seconds).
+def _unused_options(settings: Data) -> list[str]:
+    """Return a warning about options without effect, if any."""
+    if settings.answers == "generated":
+        return unused_sampling(settings.sampling)
+    unused = {
+        "max_new_tokens",
+        "slots",
+        "experts",
+        "kernels",
+        *(item.name for item in dataclasses.fields(SamplingParams)),
+    }
+    if not settings.hidden and not settings.top:
+        unused.add("dtype")
+    options = ", ".join(option.names[0] for option in changed_options(settings) if option.name in unused)
+    return [f"{options}: no effect with --answers recorded, which generates nothing"] if options else []
 
-    Appends to `skipped` a line for a prompt without an answer, and to `lengths` the tokens of a document before it is
-    cut.
-    """
+
+def _notes(checked: CheckedData, settings: Data) -> Iterator[str]:
+    """Say what the prompts are, and what their answers may take."""
+    num_prompts, num_recorded = len(checked.conversations), sum(row.num_left_out for row in checked.conversations)
+    if num_recorded and settings.answers == "generated":
+        yield (
+            f"recorded answers that are left out: {num_recorded:,}; the target answers anew, and --answers recorded "
+            "takes them as they are"
+        )
+    if repeated := num_repeated(checked.conversations):
+        yield f"{repeated:,} of {num_prompts:,} prompts repeat one before; a training holds out all of a prompt or none"
+    num_missing = sum(len(checked.shard(number)) for number in checked.missing)
+    most, free = num_missing * checked.context * checked.token_bytes, free_bytes(checked.out)
+    if most > free:
+        yield (
+            f"{num_missing:,} documents of up to {checked.context:,} tokens take up to {format_size(most)} in "
+            f"{checked.out}, which has room for {format_size(free)}"
+        )
+
+
+def _source(checked: CheckedData, settings: Data, display: Display) -> Source:
+    """Return what makes the documents: the loaded target, or the reader of recorded answers."""
+    if settings.answers == "recorded":
+        tokenizer, target = load_tokenizer(checked.directory), checked.target
+        display.warn(unused_rendering(settings.rendering, tokenizer, checked.name))
+        stops, vocab_size = target.stop_token_ids, target.config.vocab_size
+        reader = Reader(checked.directory, tokenizer, settings.rendering, stops, vocab_size, checked.context)
+        return reader.documents
     pair = load_pair(checked.name, None, settings.load, display)
-    wants_teacher = settings.hidden or settings.top
-    teacher = load_teacher(checked.directory, pair.loaded.dtype, checked.aux_layers) if wants_teacher else None
-    display.warn(unused_rendering(settings.rendering, pair, checked.name))
-    engine = settings.engine
-    context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
-    if context != engine.context != Data.engine.context:
-        display.warn([f"--context is {engine.context}, more than {checked.name} has; {context} is used"])
+    display.warn(unused_rendering(settings.rendering, pair.tokenizer, checked.name))
     options = AnswerOptions(
-        settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots
+        settings.rendering,
+        settings.sampling,
+        settings.max_new_tokens,
+        pair.room(checked.context),
+        settings.engine.slots,
     )
+    return lambda conversations, *rest: answer(pair, conversations, options, *rest)
+
+
+def _write_shards(
+    checked: CheckedData, settings: Data, source: Source, teacher: Teacher | None, tally: Tally, display: Display
+) -> None:
+    """Write the missing shards, with progress. Raises InputError if no prompt of any shard has an answer."""
     open_folder(checked.out, checked.manifest)
-    finished, total = 0, sum(len(checked.shard(number)) for number in checked.missing)
-    counts, started = np.zeros((3,), np.int64), time.perf_counter()
-
-    def kept() -> str:
-        count = sum(shard_path(checked.out, number).exists() for number in range(len(checked.starts)))
-        return f"{count} of {len(checked.starts)} shards are in {checked.out}; the same command goes on after them"
-
-    with display.on_interrupt(kept):
-        for index, number in enumerate(checked.missing):
-            with display.stage(f"answering {total} prompts", animated=False) as progress:
-
-                def done(progress: Stage = progress) -> None:
-                    nonlocal finished
-                    finished += 1
-                    spent_s = time.perf_counter() - started  # includes the teacher's passes
-                    progress(finished, total, spent_s / finished * (total - finished))
-
-                first, conversations = checked.starts[number], checked.shard(number)
-                documents = list(answer(pair, conversations, options, first, skipped.append, done))
-            lengths += [len(row.token_ids) for row in documents]
+    progress = _Progress(sum(len(checked.shard(number)) for number in checked.missing))
+    groups, empty = _groups(checked.conversations), []
+    doing = "answering" if settings.answers == "generated" else "reading the answers to"
+    for index, number in enumerate(checked.missing):
+        with Unfinished(checked.out, number) as unfinished:
+            with display.stage(f"{doing} {progress.total:,} prompts", animated=False) as stage:
+                progress.stage = stage
+                conversations, kept = checked.shard(number), list(unfinished.documents)
+                progress.num_kept += len({document.conversation for document in kept})
+                for document in source(conversations, checked.starts[number], tally.skip, progress.done, kept):
+                    unfinished.add(document)
+            documents = in_order(unfinished.documents)
+            tally.lengths += [len(document.token_ids) for document in documents]
             if teacher is not None:
-                shard = f"shard {index + 1} of {len(checked.missing)}"
-                with display.stage(f"computing hidden states and logits of {shard}", animated=False) as progress:
-                    keep = settings.keep_prompt
-                    documents = list(with_teacher(documents, teacher, settings.hidden, settings.top, keep, progress))
-            write_answers(checked.out, number, documents, skipped)
-            counts += (len(documents), *total_tokens(documents))
-    return counts.tolist(), time.perf_counter() - started
+                title = f"computing hidden states and logits of shard {index + 1} of {len(checked.missing)}"
+                documents = _taught(checked, settings, teacher, documents, unfinished.taught, title, display)
+            documents = [
+                dataclasses.replace(document, conversation=groups[document.conversation]) for document in documents
+            ]
+            if documents:
+                write_documents(checked.out, number, documents)
+            else:
+                empty.append(number)
+        tally.add(documents, checked.target.stop_token_ids)
+    if len(empty) == len(checked.starts):
+        raise InputError(f"none of the prompts can be answered, the first: {tally.why}")
+    for number in empty:
+        write_documents(checked.out, number, [])
 
 
-def _manifest(settings: Data, name: str, weights: str, num_prompts: int, aux_layers: Sequence[int]) -> dict[str, Any]:
+def _taught(
+    checked: CheckedData,
+    settings: Data,
+    teacher: Teacher,
+    documents: Sequence[Document],
+    done: dict[int, Document],
+    title: str,
+    display: Display,
+) -> list[Document]:
+    """Add hidden states and logits to the documents that are not done. Raises InputError first if there is no room."""
+    num_tokens = sum(len(cut_prompt(document, settings.keep_prompt).token_ids) for document in documents)
+    expect_room(checked.out, num_tokens * checked.token_bytes, f"a shard of {num_tokens:,} tokens")
+    with display.stage(title, animated=False) as stage:
+        return list(with_teacher(documents, teacher, settings.hidden, settings.top, settings.keep_prompt, stage, done))
+
+
+class _Progress:
+    """Count the conversations that have ended, and estimate the time left, with the teacher's passes so far."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.stage = total, lambda *_: None
+        self.num_kept = self._finished = 0  # kept: from an earlier run
+        self._started = time.perf_counter()
+
+    def done(self) -> None:
+        self._finished += 1
+        spent_s, num_new = time.perf_counter() - self._started, max(1, self._finished - self.num_kept)
+        self.stage(self._finished, self.total, spent_s / num_new * (self.total - self._finished))
+
+
+def _groups(conversations: Sequence[Conversation]) -> list[int]:
+    """Number the conversations; rows of one conversation have the number of the first."""
+    first: dict[str, int] = {}
+    return [
+        number if conversation.group is None else first.setdefault(conversation.group, number)
+        for number, conversation in enumerate(conversations)
+    ]
+
+
+def _summary(checked: CheckedData, settings: Data, tally: Tally, seconds: float) -> list[str]:
+    made = f"{tally.num_documents:,} documents, {tally.num_tokens:,} tokens, {tally.num_trained:,} of them "
+    if settings.answers == "recorded":
+        made += "of recorded answers"
+    else:
+        made += f"the target's, {tally.num_trained / seconds:,.0f} tok/s"
+    lines = [
+        f"data         {len(checked.starts)} shards in {checked.out}, {len(checked.missing)} of them made now",
+        f"made now     {made}",
+        f"lengths      {lengths_in_words(tally.lengths)}",
+        f"ends         {tally.num_cut:,} of {tally.num_documents:,} answers end at a limit, the others at a stop token",
+    ]
+    lines += [f"left out     {skipped_line(prompts.skipped)}" for prompts in checked.sets if prompts.skipped]
+    if tally.num_left_out:
+        lines.append(f"no answer    {tally.num_left_out:,} turns, the first: {tally.why}")
+    return lines
+
+
+def _losses(settings: Data, context: int, tally: Tally) -> Iterator[str]:
+    """Warn of answers that are cut, and of turns that are left out, if they are many."""
+    num_turns = tally.num_documents + tally.num_left_out
+    by_option = settings.max_new_tokens is not None and settings.max_new_tokens < context
+    option, limit = ("-n", settings.max_new_tokens) if by_option else ("--context", context)
+    if tally.num_cut > MANY_FRAC * tally.num_documents:
+        yield (
+            f"{tally.num_cut:,} of {tally.num_documents:,} answers are cut at {option} {limit}, and a drafter learns "
+            f"no ends from them; a larger {option} keeps them whole"
+        )
+    if tally.num_left_out > (0 if settings.quiet else MANY_FRAC * num_turns):  # otherwise the summary has them
+        yield f"{tally.num_left_out:,} of {num_turns:,} turns have no answer in the data, the first: {tally.why}"
+
+
+def _manifest(
+    settings: Data, name: str, weights: str, sets: Sequence[PromptSet], num_prompts: int, aux_layers: Sequence[int]
+) -> dict[str, Any]:
     """Return everything on which the shards depend, as JSON. weights: the target's fingerprint."""
     depends_on: dict[str, Any] = {
         NAME: name,
         WEIGHTS: weights,
         **{kind: getattr(settings.load, kind) for kind in ("dtype", "experts", "kernels")},
-        "prompts": [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in settings.prompt_file],
+        "prompts": [[path.name, prompts.sha256] for path, prompts in zip(settings.prompt_file, sets, strict=True)],
+        "answers": settings.answers,
         "num_prompts": num_prompts,
         "shard_prompts": settings.shard_prompts,
-        "max_new_tokens": settings.answer.max_new_tokens,
+        "max_new_tokens": settings.max_new_tokens,
         "context": settings.engine.context,
         "rendering": dataclasses.asdict(settings.rendering),
         "sampling": dataclasses.asdict(settings.sampling),

@@ -1,6 +1,10 @@
 """Run `peagle speculate` and `peagle generate`: check, load, decode, write."""
 
+import fcntl
+import os
+import stat
 import sys
+import termios
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,10 +83,14 @@ def decode(settings: Decode) -> int:
         display.warn(["--show-drafts has no effect: the text does not go to a terminal"])
     if settings.prompt is None and settings.prompt_file is None and settings.prompt_ids is None:
         display.note(f"the built-in example:\n{EXAMPLE}\n")
+        if _has_unread_input():
+            display.warn(
+                ["standard input holds text, which is not read; expected - as the prompt to take it from there"]
+            )
     pair = load_pair(target, drafter, settings.load, display)
     display.set_tokenizer(pair.tokenizer)
     if any(conversation.prompt_ids is None for conversation in conversations):
-        display.warn(unused_rendering(settings.rendering, pair, target))
+        display.warn(unused_rendering(settings.rendering, pair.tokenizer, target))
     try:
         with _errors_name_grammar(settings):
             outcome = run(pair, conversations, config, display)
@@ -165,6 +173,20 @@ def _prompts(settings: Decode, target: Path) -> tuple[Sequence[Conversation], Se
     if settings.prompt == "-":
         return [from_text(_read_standard_input(), "standard input")], [], []
     return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)], [], []
+
+
+def _has_unread_input() -> bool:
+    """Whether a file or a pipe at standard input holds text. Never waits: a service's pipe may stay open and empty."""
+    try:
+        descriptor = sys.stdin.fileno()
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return os.lseek(descriptor, 0, os.SEEK_CUR) < status.st_size
+        if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode):
+            return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except (OSError, ValueError, AttributeError):  # it is closed, or None
+        pass
+    return False
 
 
 def _read_standard_input() -> str:

@@ -407,6 +407,8 @@ def _note_start(display: Display, checked: CheckedTraining, settings: Train, tra
     if trainer.held_out is not None:
         num_held_out, num_documents = len(checked.data.held_out), len(checked.data.documents)
         which = f"{num_held_out} of the {num_documents:,} documents" if num_held_out else "the answers to --evaluate"
+        if num_held_out and (repeated := checked.data.num_repeated):
+            which += f", of which {repeated:,} repeat a prompt (all answers to a prompt are held out, or none)"
         display.note(f"held out: {which}; the step that is best on them is kept (--held-out 0: the last one)")
     if begun is None:
         typed = typed_update(settings.learning)

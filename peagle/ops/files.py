@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -64,6 +65,23 @@ def expected(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return "room for it: free some, or name a place elsewhere"
     return "a place that can be written to"
+
+
+def free_bytes(out: Path) -> int:
+    """Return the room of the file system that an output, which need not exist yet, will be on."""
+    out = out.resolve()
+    return shutil.disk_usage(next(path for path in (out, *out.parents) if path.exists())).free
+
+
+def expect_room(out: Path, num_bytes: int, what: str) -> None:
+    """Raise InputError if an output takes more room than there is, before the work for it. what: it takes the room."""
+    from peagle.ops.memory import format_size  # imports JAX
+
+    if num_bytes > (free := free_bytes(out)):
+        raise InputError(
+            f"{what} takes {format_size(num_bytes)} in {out}, which has room for {format_size(free)}; free some, or "
+            "name a place elsewhere"
+        )
 
 
 def encoded(text: str) -> bytes:

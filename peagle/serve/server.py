@@ -182,13 +182,13 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while serving, in place of peagle.ops.interrupt."""
+        """Handle SIGINT, SIGTERM and SIGHUP while serving, in place of peagle.ops.interrupt."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self.handle_exit) for number in interrupt.heeded()}
         try:
-            interrupt.check()  # raises if Ctrl-C came before these handlers
+            interrupt.check()  # raises if a signal came before these handlers
             yield
         finally:
             for number, handler in before.items():

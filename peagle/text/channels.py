@@ -492,6 +492,13 @@ def final_message(answer: str) -> str:
     return "".join(text for message, text in contents if message == contents[-1][0])
 
 
+def reasoning(answer: str) -> str:
+    """Extract the reasoning from an answer's text with control tokens spelled out; empty if there is none."""
+    if not _HEADER.match(answer):
+        return ""
+    return "".join(delta.text for delta in _parse_text(answer) if delta.kind == "reasoning")
+
+
 def _parse_text(answer: str) -> Iterator[Delta]:
     """Parse the text of an answer that continues <|start|>assistant."""
     messages = _Messages(_new_id)

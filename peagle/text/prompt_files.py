@@ -11,11 +11,13 @@
                 and "content" (SpecForge)
     messages    JSON: {"messages": [{"role": "user", "content": TEXT}, ...]} (OpenAI), or these under "body" (batches)
                 or as "prompt", or only the list
+    speculators JSON lines: {"input_ids": [ID, ...], "loss_mask": [0, ..., 1, ...]}, a prompt and its answer (1)
     text        a .txt file, one prompt per line
 
 JSON may be lines or one list, and any file may be gzipped. A file has one layout. ShareGPT's answers are left out,
 because the model generates its own. Answers in messages, and in ShareGPT with tools, are the history; a last answer is
-generated anew. Reasoning in answers is left out, as chat templates do, unless calls follow it.
+generated anew. So is a text under ANSWER_KEYS. Reasoning in the history is left out, as chat templates do, unless calls
+follow it. The whole chat, with answers and reasoning, is `Conversation.recorded`.
 
 A row of any layout may have a system text (SYSTEM_KEYS), `tools` and a `category`. `PromptSet.warnings` counts other
 keys, except BOOKKEEPING. A row without a readable prompt is skipped; with `strict` it is an error.
@@ -38,7 +40,8 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import printable, reason_of
 from peagle.ops.settings import brief
 from peagle.text.channels import final_message
-from peagle.text.prompts import Conversation, Rendering, check_encodable, check_text, from_ids, from_text
+from peagle.text.channels import reasoning as reasoning_of
+from peagle.text.prompts import Conversation, Recorded, Rendering, check_encodable, check_text, from_ids, from_text
 from peagle.text.tokenizer import Message, load_tokenizer, texts_in
 
 Row = Mapping[str, Any]
@@ -55,11 +58,12 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in 
 MESSAGE_TEXTS = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
 REASONING = ("reasoning", "reasoning_content")  # what servers call an answer's reasoning; templates: "thinking"
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
+ANSWER_KEYS = ("response", "completion", "output")  # of a row with a single prompt: what a model answered
 MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *MESSAGE_TEXTS, *REASONING}
 # keys that are not for the model: kind and source of a row, and reference answers
 BOOKKEEPING = {
     "id", "idx", "index", "key", "uid", "uuid", "hash", "name", "question_id", "prompt_id", "task_id", "unique_id",
-    "conversation_id", "custom_id", "src_id",
+    "conversation_id", "custom_id", "src_id", "primary_id", "debug",
     "category", "sub_category", "subcategory", "subject", "topic", "level", "difficulty", "type", "tags", "language",
     "lang", "multiturn", "source", "source_file", "dataset", "split", "module", "license", "meta", "metadata",
     "timestamp", "created", "url", "method", "model", "model_name", "weight",
@@ -168,15 +172,20 @@ def read_prompt_file(
     )
 
 
-def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool) -> PromptSet:
+def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool, answered: bool = False) -> PromptSet:
     """Read a file, and skip histories and tools that the target's chat template refuses or does not show.
 
-    Some templates take no messages of tools, or no two messages of a user in a row. Raises InputError like
-    `read_prompt_file`.
+    Some templates take no messages of tools, or no two messages of a user in a row. answered: skip rows without a
+    recorded answer, too. Raises InputError like `read_prompt_file`.
     """
     tokenizer = functools.cache(lambda: load_tokenizer(target))
 
     def check(conversation: Conversation) -> None:
+        if answered and (conversation.recorded is None or not conversation.recorded.answers):
+            raise InputError(
+                f"{conversation.name} has no recorded answer; expected a message of an assistant after another one, or "
+                "input_ids with a loss_mask that is not all 0"
+            )
         if rendering.raw or not (conversation.history or conversation.tools):
             return
         prompt_ids = conversation.encode((), tokenizer(), rendering)
@@ -307,10 +316,11 @@ def _read_row(row: Any, name: str) -> _Row:
         raise InputError(f"{name} holds {brief(row)}; expected a JSON object with one of {', '.join(OWN_KEYS)}")
     if isinstance(row.get("body"), dict) and "messages" in row["body"]:
         row = {**row, **row["body"], "body": None}
-    elif _is_chat(row.get("prompt")):
-        row = {**row, "messages": row["prompt"], "prompt": None}
+    elif _is_chat(row.get("prompt")):  # TRL's, with the answer as "completion"
+        answer = row["completion"] if _is_chat(row.get("completion")) else []
+        row = {**row, "messages": [*row["prompt"], *answer], "prompt": None}
     layout = _layout(row, name)
-    conversation = _with_system(LAYOUTS[layout].read(row, name), row, name)
+    conversation = _with_answer(_with_system(LAYOUTS[layout].read(row, name), row, name), row)
     if tools := _filled(row.get("tools")):
         conversation = dataclasses.replace(conversation, tools=_tools(tools, f"{name}: tools"))
     category = row.get("category")
@@ -354,7 +364,7 @@ def _layout(row: Row, name: str) -> str:
     raise InputError(
         f"{name} has {keys}; expected exactly one of {', '.join(OWN_KEYS)}, or a row of HumanEval (task_id, prompt, "
         "entry_point), GSM8K (question), MATH (problem), MBPP (text, code), Alpaca (instruction), ShareGPT "
-        "(conversations) or OpenAI (messages)"
+        "(conversations), OpenAI (messages) or speculators (input_ids, loss_mask)"
     )
 
 
@@ -364,6 +374,15 @@ def _with_system(conversation: Conversation, row: Row, name: str) -> Conversatio
     texts = [text for text in (*texts, conversation.system or "") if text.strip()]
     system = "\n\n".join(dict.fromkeys(texts)) or None
     return conversation if system == conversation.system else dataclasses.replace(conversation, system=system)
+
+
+def _with_answer(conversation: Conversation, row: Row) -> Conversation:
+    """Add the recorded answer of a row that has it beside a single prompt."""
+    answer = next((row[key] for key in ANSWER_KEYS if isinstance(row.get(key), str) and row[key]), None)
+    if answer is None or conversation.recorded is not None or len(conversation.turns) != 1:
+        return conversation
+    messages = {"role": USER, "content": conversation.turns[0]}, _message({"role": ASSISTANT, "content": answer}, "")
+    return dataclasses.replace(conversation, recorded=Recorded(messages))
 
 
 def _tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
@@ -405,14 +424,30 @@ def _single(*keys: str) -> Callable[[Row, str], Conversation]:
     return read
 
 
+def _speculators(row: Row, name: str) -> Conversation:
+    ids, mask = row["input_ids"], row["loss_mask"]
+    whole = isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)
+    if not whole or any(value not in (0, 1) for value in mask):
+        raise InputError(
+            f"{name} has input_ids {brief(ids)} and loss_mask {brief(mask)}; expected two lists of one length, the "
+            "second of 0 and 1"
+        )
+    from_ids(ids, name)  # raises InputError for other than integers
+    recorded = Recorded(token_ids=tuple(ids), mask=tuple(map(bool, mask)))
+    group, size = row.get("primary_id"), mask.index(1) if 1 in mask else len(mask)
+    conversation = from_ids(ids[:size], name)
+    return dataclasses.replace(conversation, recorded=recorded, group=None if group is None else str(group))
+
+
 def _sharegpt(row: Row, name: str) -> Conversation:
     system, messages = _messages(row["conversations"], f"{name}: conversations")
     if any(message["role"] == TOOL for message in messages):  # later turns depend on the recorded answers
         return _continuation(name, system, messages)
+    recorded = Recorded(tuple(messages))
     turns = tuple(message["content"] for message in messages if message["role"] == USER and message["content"].strip())
     if not turns:
         raise InputError(f"{name} holds no message of a user")
-    return Conversation(name, turns=turns, numbered=True, system=system)
+    return Conversation(name, turns=turns, numbered=True, system=system, recorded=recorded)
 
 
 def _openai(row: Row, name: str) -> Conversation:
@@ -421,15 +456,21 @@ def _openai(row: Row, name: str) -> Conversation:
 
 def _continuation(name: str, system: str | None, messages: Sequence[Message]) -> Conversation:
     """Make a conversation that continues a chat; answers at its end are dropped and generated anew."""
-    history = [*messages]
+    history, recorded = [*map(_without_reasoning, messages)], Recorded(tuple(messages))
     while history and history[-1]["role"] == ASSISTANT:
         history.pop()
     if not history:
         raise InputError(f"{name} holds no message of a user")
     if history[-1]["role"] == TOOL:
-        return Conversation(name, history=tuple(history), system=system)
+        return Conversation(name, history=tuple(history), system=system, recorded=recorded)
     last = check_text(history.pop()["content"], f"{name}: the last message of the user")
-    return Conversation(name, turns=(last,), history=tuple(history), system=system)
+    return Conversation(name, turns=(last,), history=tuple(history), system=system, recorded=recorded)
+
+
+def _without_reasoning(message: Message) -> Message:
+    if "tool_calls" in message:
+        return message
+    return {key: value for key, value in message.items() if key != "thinking"}
 
 
 def _messages(value: Any, name: str) -> tuple[str | None, list[Message]]:
@@ -456,6 +497,8 @@ def _message(fields: Any, name: str) -> Message:
     text = _text(fields.get("content", fields.get("value")), f"{name}: its content")
     message: dict[str, Any] = {"role": role, "content": final_message(text) if role == ASSISTANT else text}
     message |= {key: fields[key] for key in MESSAGE_TEXTS if isinstance(fields.get(key), str)}
+    reasoning = next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), "")
+    reasoning = reasoning or (reasoning_of(text) if role == ASSISTANT else "")
     calls = fields.get("tool_calls")
     if not calls and fields.get("function_call"):  # OpenAI's old spelling of one call
         calls = [{"type": "function", "function": fields["function_call"]}]
@@ -463,9 +506,10 @@ def _message(fields: Any, name: str) -> Message:
         raise InputError(f"{name} of the role {role} has tool_calls; expected them in an assistant's message")
     if calls:
         message["tool_calls"] = _calls(calls, f"{name}: tool_calls")
-        if reasoning := next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), ""):
-            # templates render one text before a call
+        if reasoning:  # templates render one text before a call
             message |= {"thinking": "\n\n".join(filter(None, (reasoning, message["content"]))), "content": ""}
+    elif reasoning and role == ASSISTANT:
+        message["thinking"] = reasoning
     return message
 
 
@@ -507,6 +551,7 @@ class Layout:
 
 OWN_LAYOUT = "prompts"  # exactly one of OWN_KEYS
 LAYOUTS: Mapping[str, Layout] = {  # the first one that fits a row is its layout
+    "speculators": Layout(("input_ids", "loss_mask"), _speculators),
     "messages": Layout(("messages",), _openai),
     "sharegpt": Layout(("conversations",), _sharegpt),
     "humaneval": Layout(("task_id", "prompt", "entry_point"), _single("prompt")),

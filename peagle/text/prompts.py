@@ -4,7 +4,9 @@ A conversation is a list of turns. The prompt of a turn holds the answers to ear
 after them (`Conversation.encode`).
 """
 
+import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -70,12 +72,30 @@ class Rendering:
 
 
 @dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A chat with its answers, as a file holds it: messages, or token ids with a mask (true: of an answer)."""
+
+    messages: tuple[Message, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    mask: tuple[bool, ...] = ()
+
+    @property
+    def answers(self) -> list[slice]:
+        """Where the answers are. Messages of an assistant in a row are one; one that follows nothing is none."""
+        roles = [message["role"] == "assistant" for message in self.messages]
+        marks = (False, *(self.mask or [at > 0 and role for at, role in enumerate(roles)]), False)
+        edges = [at for at, (before, after) in enumerate(itertools.pairwise(marks)) if before != after]
+        return [slice(*edge) for edge in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Conversation:
     """Turns of text after a history of messages, or the token ids of one prompt.
 
     Every turn is a request. Without turns, the conversation is one request that continues the history. name: for error
     messages. numbered: reports number the turns. system: replaces the rendering's. tools: functions, in the form that
-    chat templates take. Raises InputError for text that cannot be encoded, and for a system text or tools beside ids.
+    chat templates take. recorded: the whole chat, with the answers that the turns leave out. group: what rows of one
+    conversation share. Raises InputError for text that cannot be encoded, and for a system text or tools beside ids.
     """
 
     name: str
@@ -86,9 +106,12 @@ class Conversation:
     system: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     category: str | None = None
+    recorded: Recorded | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
-        for text in texts_in([self.turns, self.history, self.system, self.tools, self.category]):
+        chat = () if self.recorded is None else self.recorded.messages
+        for text in texts_in([self.turns, self.history, self.system, self.tools, self.category, chat]):
             check_encodable(text, self.name)
         if self.prompt_ids is not None and (self.system is not None or self.tools):
             part = "tools" if self.system is None else "a system text"
@@ -97,6 +120,13 @@ class Conversation:
     @property
     def num_requests(self) -> int:
         return len(self.turns) or 1
+
+    @property
+    def num_left_out(self) -> int:
+        """The number of recorded answers that the turns leave out; those in the history are part of the prompt."""
+        if self.recorded is None:
+            return 0
+        return len(self.recorded.answers) - len(Recorded(self.history).answers)
 
     def encode(self, answers: Sequence[str], tokenizer: Tokenizer | None, rendering: Rendering) -> tuple[int, ...]:
         """Encode the prompt of the turn that follows these answers.
@@ -133,6 +163,14 @@ class Conversation:
         if not prompt_ids:
             raise InputError(f"{self.name} is empty; expected at least one token")
         return prompt_ids
+
+
+def num_repeated(conversations: Iterable[Conversation]) -> int:
+    """Count the conversations that ask the same as one before them."""
+    counts = collections.Counter(
+        repr((one.turns, one.prompt_ids, one.history, one.system, one.tools)) for one in conversations
+    )
+    return counts.total() - len(counts)
 
 
 def chat_messages(

@@ -62,9 +62,11 @@ class Tokenizer(Protocol):
         date: str = DEFAULT_DATE,
         tools: Sequence[Mapping[str, Any]] = (),
         most_tokens: int | None = None,
+        answered: bool = False,
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
 
+        answered: the chat ends with an answer; encode it with its end, as the model writes it.
         Raises InputError without a template, TemplateError for a chat that it refuses, and TextTooLong like `encode`.
         """
         ...
@@ -224,6 +226,7 @@ class ByteLevelTokenizer:
         date: str = DEFAULT_DATE,
         tools: Sequence[Mapping[str, Any]] = (),
         most_tokens: int | None = None,
+        answered: bool = False,
     ) -> tuple[int, ...]:
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:
@@ -249,7 +252,7 @@ class ByteLevelTokenizer:
                 tools=_with_texts([*tools], masked) or None,
                 chat_template=template,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=not answered,
                 **_with_texts(options, lambda text: text.translate(masks)),
                 **dates,
             )

@@ -1,6 +1,8 @@
 """Training data: the target's answers, optionally with its hidden states and best next tokens, in shards."""
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from drafter.train.shards import Document, shard_path, write_shard
+from drafter.train.shards import PART, TAUGHT, Document, read_part, shard_path, write_part, write_shard
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
@@ -19,6 +21,7 @@ from target.teacher import Teacher
 
 PASS_DOCUMENTS, PASS_TOKENS = 32, 32 * 512  # the most of a teacher's pass; tokens include padding
 SHORT, STEP, LONG_STEP = 512, 128, 1024  # a pass is a multiple of STEP wide; of LONG_STEP if wider than SHORT
+SAVE_S = 60.0  # between two writes of a part; a killed process loses the answers since the last one
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # bins of documents in a message
 
 
@@ -37,12 +40,13 @@ def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[i
 
 def cut_prompt(document: Document, keep_prompt: int | None) -> Document:
     """Keep the last keep_prompt tokens of a document's prompt, with what the teacher computed for them; None: all."""
-    first = int(np.argmax(document.trained)) if document.trained.any() else 0
-    if keep_prompt is None or first <= keep_prompt:
+    if keep_prompt is None or len(document.prompt) <= keep_prompt:
         return document
-    kept = slice(first - keep_prompt, None)
+    kept = slice(len(document.prompt) - keep_prompt, None)
     teacher = {name: values[kept] for name, values in document.teacher.items()}
-    return Document(document.token_ids[kept], document.trained[kept], teacher)
+    return dataclasses.replace(
+        document, token_ids=document.token_ids[kept], trained=document.trained[kept], teacher=teacher
+    )
 
 
 def lengths_in_words(sizes: Sequence[int]) -> str:
@@ -66,12 +70,14 @@ def with_teacher(
     top: int,
     keep_prompt: int | None,
     progress: Callable[[int, int], None] = lambda *_: None,
+    done: dict[int, Document] | None = None,
 ) -> Iterator[Document]:
     """Add the target's aux_hidden (if hidden) and its `top` best next tokens to documents.
 
     The target reads whole documents; then prompts are cut (`cut_prompt`). Calls progress(documents done, total) after
-    each pass.
+    each pass. done: finished documents by their place; each pass adds its own.
     """
+    done = {} if done is None else done
 
     @jax.jit
     def compute(token_ids: jax.Array) -> dict[str, jax.Array]:
@@ -83,20 +89,22 @@ def with_teacher(
         return {"aux_hidden": aux_hidden, "top_ids": ids, "top_logits": best, "log_total": total}
 
     kept = ["aux_hidden"] * hidden + ["top_ids", "top_logits", "log_total"] * (top > 0)
-    done: dict[int, Document] = {}
-    for group, width in passes([len(document.token_ids) for document in documents]):
+    missing = [index for index in range(len(documents)) if index not in done]
+    for group, width in passes([len(documents[index].token_ids) for index in missing]):
         interrupt.check()
         padded = np.zeros((rows_of_pass(width), width), np.int32)
-        for row, index in enumerate(group):
+        indexes = [missing[place] for place in group]
+        for row, index in enumerate(indexes):
             padded[row, : len(documents[index].token_ids)] = documents[index].token_ids
         results = {name: np.asarray(values) for name, values in compute(jnp.asarray(padded)).items() if name in kept}
         if "aux_hidden" in results:
             results["aux_hidden"] = results["aux_hidden"].astype(ml_dtypes.bfloat16)
-        for row, index in enumerate(group):
+        for row, index in enumerate(indexes):
             own = {name: values[row, : len(documents[index].token_ids)] for name, values in results.items()}
             done[index] = cut_prompt(dataclasses.replace(documents[index], teacher=own), keep_prompt)
         progress(len(done), len(documents))
-    yield from (done[index] for index in range(len(documents)))
+    for index, document in enumerate(documents):
+        yield dataclasses.replace(done[index], conversation=document.conversation)
 
 
 def passes(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
@@ -120,10 +128,44 @@ def _width(size: int) -> int:
     return -(-size // step) * step
 
 
-def write_answers(out: Path, number: int, documents: Sequence[Document], skipped: Sequence[str]) -> None:
-    """Write a shard. Raises InputError for one without a document, and if it cannot be written."""
-    if not documents:
-        raise InputError(f"none of the prompts of shard {number} can be answered, the last: {skipped[-1]}")
+class Unfinished:
+    """The finished documents of a shard that is being made: those of an earlier run, and new ones.
+
+    documents: answers. taught: those with the teacher's results, by their place in the shard. Both are written as parts
+    if the block fails or is interrupted, and answers every SAVE_S.
+    """
+
+    def __init__(self, out: Path, number: int) -> None:
+        self.documents = read_part(out, number)
+        self.taught = {document.conversation: document for document in read_part(out, number, TAUGHT)}
+        self._out, self._number = out, number
+        self._num_written = {PART: len(self.documents), TAUGHT: len(self.taught)}
+        self._written_s = time.monotonic()
+
+    def __enter__(self) -> "Unfinished":
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None:
+            self._write(PART, self.documents)
+            taught = [dataclasses.replace(document, conversation=place) for place, document in self.taught.items()]
+            self._write(TAUGHT, taught)
+
+    def add(self, document: Document) -> None:
+        self.documents.append(document)
+        if time.monotonic() - self._written_s > SAVE_S:
+            self._written_s = time.monotonic()
+            self._write(PART, self.documents)
+
+    def _write(self, kind: str, documents: Sequence[Document]) -> None:
+        if len(documents) > self._num_written[kind]:
+            with contextlib.suppress(OSError):  # the shard's own error says why it cannot be written
+                write_part(self._out, self._number, documents, kind)
+                self._num_written[kind] = len(documents)
+
+
+def write_documents(out: Path, number: int, documents: Sequence[Document]) -> None:
+    """Write a shard. Raises InputError if it cannot be written."""
     try:
         write_shard(out, number, documents)
     except OSError as error:
@@ -131,3 +173,8 @@ def write_answers(out: Path, number: int, documents: Sequence[Document], skipped
             f"{shard_path(out, number)} cannot be written: {reason_of(error)}; the shards before it are whole, "
             "and the same command continues after them"
         ) from None
+
+
+def bytes_per_token(aux_width: int, top: int) -> int:
+    """Return the room that a token takes in a shard: its id and mark, and what the teacher computes for it."""
+    return 4 + 1 + 2 * aux_width + (8 * top + 4 if top else 0)

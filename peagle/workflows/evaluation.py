@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.propose import drafter_of
@@ -20,7 +18,7 @@ from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering
-from peagle.workflows.answers import AnswerOptions, answer
+from peagle.workflows.answers import AnswerOptions, answer, in_order
 from peagle.workflows.dataset import with_teacher
 from peagle.workflows.training_data import self_contained
 from target.model import GptOss
@@ -94,7 +92,8 @@ def answer_held_out(pair: Pair, prompts: PromptSet, num_prompts: int, width: int
     skipped: list[str] = []
     options = AnswerOptions(Rendering(), SamplingParams(), EVALUATION_TOKENS, min(width, pair.max_positions), SLOTS)
     conversations = prompts.conversations[:num_prompts]
-    documents = list(answer(pair, conversations, options, 0, skipped.append, lambda: None))
+    answers = answer(pair, conversations, options, 0, lambda reason, _: skipped.append(reason), lambda: None)
+    documents = in_order(list(answers))
     if not any(document.trained.any() for document in documents):
         raise InputError(
             f"--evaluate {prompts.name}: no prompt leaves room for an answer in the {width} tokens of a row"
@@ -115,15 +114,11 @@ def with_same_teacher(
 
 def known_prompts(held_out: Sequence[Document], documents: Sequence[Document]) -> str | None:
     """Return a warning about held-out prompts that are in the training data, or None."""
-    trained = {_prompt(document) for document in documents}
-    count = sum(_prompt(document) in trained for document in held_out)
+    trained = {document.prompt.tobytes() for document in documents}
+    count = sum(document.prompt.tobytes() in trained for document in held_out)
     if not count:
         return None
     return (
         f"{count} of the {len(held_out)} --evaluate prompts are in the data, too, so their figures are not those of "
         "new ones; expected prompts that are not in the data"
     )
-
-
-def _prompt(document: Document) -> bytes:
-    return document.token_ids[: int(np.argmax(document.trained))].astype(np.int32).tobytes()

@@ -12,7 +12,7 @@ from drafter.train.batches import Source, pack
 from drafter.train.cod import Partition
 from drafter.train.config import DrafterShape
 from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
-from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
+from drafter.train.shards import ALONE, KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
 from drafter.vocabulary import Coverage, coverage
 from peagle.ops.errors import InputError, InputWarning
 
@@ -27,6 +27,7 @@ class TrainingData:
     sources: tuple[Source, ...]  # rows of the documents that are not held out
     documents: list[Document]  # all
     held_out: list[Document]
+    num_repeated: int  # documents with the prompt of one before them
 
 
 def training_data(
@@ -40,15 +41,15 @@ def training_data(
     """Read folders, and pack their documents into rows of `width` tokens.
 
     parts: (folder, share of a step's rows). mix: instead, (most tokens of a document, share). held_out_frac: the most
-    of each part's documents to hold out; fewer if an evaluation lacks room. Raises InputError for shares that do not
-    divide the rows, a folder without a token to train on, and rows longer than all the data.
+    of each part's conversations to hold out; fewer if an evaluation lacks room. Raises InputError for shares that do
+    not divide the rows, a folder without a token to train on, and rows longer than all the data.
     """
     total = sum(share for _, share in parts)
     if mix and total > len(parts):
         raise InputError("--mix gives shares by length, and --data by folder; expected one of the two")
     if not mix and (rows < 1 or any(rows * share % total for _, share in parts)):
         raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --data")
-    folders = [read_shards(path) for path, _ in parts]
+    folders = _numbered_apart([read_shards(path) for path, _ in parts])
     for (path, _), own in zip(parts, folders, strict=True):
         if not any(document.trained.any() for document in own):
             raise InputError(f"{path} has no token to train on: all of it is masked")
@@ -64,12 +65,37 @@ def training_data(
     else:
         groups = [(own, rows * share // total) for own, (_, share) in zip(folders, parts, strict=True)]
     room = FILLED_FRAC * width * rows_of_evaluation(rows) / rows
-    sources, held_out = [], []
-    for own, count in groups:
-        trained, kept_back = keep_back(own, held_out_frac, int(room * count), seed)
-        sources.append(Source(pack(trained, width), count))
-        held_out += kept_back
-    return TrainingData(tuple(sources), documents, held_out)
+    split = keep_back([(own, int(room * count)) for own, count in groups], held_out_frac, seed)
+    sources = tuple(Source(pack(trained, width), count) for (trained, _), (_, count) in zip(split, groups, strict=True))
+    held_out = [document for _, kept_back in split for document in kept_back]
+    if not held_out and int(held_out_frac * len(documents)):
+        _warn_of_none_held_out(len(documents))
+    num_repeated = len(documents) - len({document.prompt.tobytes() for document in documents})
+    return TrainingData(sources, documents, held_out, num_repeated)
+
+
+def _warn_of_none_held_out(num_documents: int) -> None:
+    line = (
+        f"none of the {num_documents:,} documents is held out, because they are turns of too few conversations or "
+        "answers to too few prompts; expected more, or --evaluate FILE of others"
+    )
+    warnings.warn(line, InputWarning, stacklevel=3)
+
+
+def _numbered_apart(folders: Sequence[Sequence[Document]]) -> list[list[Document]]:
+    """Renumber conversations, so that those of different folders differ."""
+    numbered, start = [], 0
+    for documents in folders:
+        numbered.append(
+            [
+                document
+                if document.conversation == ALONE
+                else dataclasses.replace(document, conversation=start + document.conversation)
+                for document in documents
+            ]
+        )
+        start += 1 + max(document.conversation for document in documents)
+    return numbered
 
 
 def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:

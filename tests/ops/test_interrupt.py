@@ -1,28 +1,58 @@
-"""Ctrl-C: the first sets a flag, which `check` raises; without `handled` nothing changes."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first sets a flag, which `check` raises; without `handled` nothing changes."""
 
+import itertools
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from peagle.ops import interrupt
+from tests.support.terminal import FAR_S, ROOT, Terminal
+
+CLOSED = """
+import pathlib, sys, time
+from peagle.ops import interrupt
+with interrupt.handled():
+    print("ready", flush=True)
+    while not interrupt.pressed():
+        time.sleep(0.01)
+    print("it ends", flush=True)
+    print("it ends", file=sys.stderr, flush=True)
+    pathlib.Path(sys.argv[1]).write_text("whole")
+    sys.exit(interrupt.exit_code())
+"""
 
 
-def press() -> None:
-    signal.raise_signal(signal.SIGINT)
+def press(number: int = signal.SIGINT) -> None:
+    signal.raise_signal(number)
 
 
-def test_the_first_is_raised_by_check_alone() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_first_is_raised_by_check_alone(number: int, code: int) -> None:
     with interrupt.handled():
         interrupt.check()
-        press()
+        press(number)
         assert interrupt.pressed()
         for _ in range(2):  # catching it does not clear the flag
             with pytest.raises(KeyboardInterrupt):
                 interrupt.check()
+        assert interrupt.exit_code() == code
     interrupt.check()
     assert not interrupt.pressed()
+
+
+@pytest.mark.parametrize(
+    ("number", "goes_on"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, False)]
+)
+def test_only_ctrl_c_ends_less_than_the_command(number: int, goes_on: bool) -> None:
+    with interrupt.handled():
+        press(number)
+        interrupt.forget()
+        assert interrupt.pressed() is not goes_on
 
 
 @pytest.mark.parametrize("ends", [lambda: None, interrupt.check], ids=["in peace", "by a check"])
@@ -50,14 +80,46 @@ def test_waiting_for_input_ends_at_once() -> None:
             raise AssertionError("it was pressed before")
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("ignored", interrupt.SIGNALS)
+def test_an_ignored_signal_stays_ignored_and_the_others_count(ignored: signal.Signals) -> None:
+    """A script's background job ignores SIGINT, one under nohup SIGHUP."""
+    before = signal.signal(ignored, signal.SIG_IGN)
     try:
         with interrupt.handled():
-            press()
+            press(ignored)
             assert not interrupt.pressed()
+            press(next(number for number in interrupt.SIGNALS if number != ignored))
+            assert interrupt.pressed()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(ignored, before)
+
+
+@pytest.mark.parametrize("numbers", list(itertools.product(interrupt.SIGNALS, repeat=2)))
+def test_the_second_ends_the_process(numbers: tuple[int, int]) -> None:
+    assert ended_by(numbers, "time.sleep(1e6)") == 128 + numbers[1]
+
+
+def test_signals_of_a_server_are_its_own_to_count() -> None:
+    server = "signal.signal(signal.SIGTERM, lambda *_: told.append(1))"
+    assert ended_by([signal.SIGTERM] * 3, "sys.exit(len(told))", server) == 3
+
+
+def test_after_the_terminal_has_been_closed_printing_fails_no_more(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and writing to the terminal is an error from then on."""
+    with Terminal(CLOSED, str(tmp_path / "kept")) as terminal:
+        terminal.wait_for(b"ready")
+        terminal.close()
+        assert terminal.wait() == 129
+    assert (tmp_path / "kept").read_text() == "whole"
+
+
+def ended_by(numbers: Sequence[int], last: str, before: str = "pass") -> int:
+    """Run a process that gets these signals under `handled`, between two statements; return its exit code."""
+    lines = ["import os, signal, sys, time", "from peagle.ops import interrupt", "told = []"]
+    lines += ["with interrupt.handled():", f"    {before}"]
+    lines += [f"    os.kill(os.getpid(), {int(number)})" for number in numbers]
+    code = "\n".join([*lines, f"    {last}"])
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=FAR_S).returncode
 
 
 def test_commands_in_threads_leave_signals_to_the_program() -> None:

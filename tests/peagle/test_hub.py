@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,6 +125,15 @@ def test_the_files_of_a_checkpoint_are_downloaded_once_and_nothing_else(
     assert not fake.downloads
     fake.refusal = (500, "")  # the hub is needed no more
     assert main(["info", NAME]) == 0
+
+
+def test_a_disk_without_room_is_told_before_the_first_file(
+    fake: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert main(["info", NAME, "--download"]) == 2
+    assert re.search(rf"{NAME} takes .* in .*, which has room for 1.0 kB; free some, or", capfd.readouterr().err)
+    assert not fake.downloads
 
 
 def test_without_the_option_the_hub_is_not_used(fake: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:

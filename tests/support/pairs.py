@@ -155,13 +155,15 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
 
 
-def press_ctrl_c_at(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, call: int = 1) -> None:
-    """Press Ctrl-C at a call of a function, counted from 1; the call continues."""
+def press_ctrl_c_at(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, call: int = 1, number: int = signal.SIGINT
+) -> None:
+    """Press Ctrl-C, or send another signal, at a call of a function, counted from 1; the call continues."""
     function, calls = getattr(where, name), itertools.count(1)
 
     def pressing(*arguments: Any, **options: Any) -> Any:
         if next(calls) == call:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return function(*arguments, **options)
 
     monkeypatch.setattr(where, name, pressing)

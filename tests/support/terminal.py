@@ -68,7 +68,7 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        os.close(self._keyboard)
+        self.close()
 
     def wait_for(self, text: bytes) -> None:
         while text not in self.shown:
@@ -82,7 +82,17 @@ class Terminal:
         """The exit code."""
         while self._read():
             pass
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code of a process whose terminal is closed."""
         return self._process.wait(FAR_S)
+
+    def close(self) -> None:
+        """Close the terminal, as when its window or connection goes."""
+        if self._keyboard >= 0:
+            os.close(self._keyboard)
+        self._keyboard = -1
 
     def _read(self) -> bytes:
         ready, _, _ = select.select([self._keyboard], [], [], FAR_S)

@@ -1,5 +1,6 @@
 """Which documents are kept back, and how they are packed to be measured."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,20 @@ from drafter.train.config import Cod
 from drafter.train.folder import best_held_out
 from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation, score_of
 from drafter.train.recipe import Recipe
-from drafter.train.shards import Document
+from drafter.train.shards import ALONE, Document
 from peagle.ops.errors import InputError
+from peagle.workflows.dataset import cut_prompt
 
 RECIPE = Recipe(steps=1, width=24, cod=Cod(depth=3))
 
 
-def document(*token_ids: int, prompt: int = 2) -> Document:
-    return Document(np.array(token_ids, np.int32), np.arange(len(token_ids)) >= prompt)
+def document(*token_ids: int, prompt: int = 2, conversation: int = ALONE) -> Document:
+    return Document(np.array(token_ids, np.int32), np.arange(len(token_ids)) >= prompt, conversation=conversation)
+
+
+def split(documents: list[Document], frac: float, num_tokens: int, seed: int) -> tuple[list[Document], list[Document]]:
+    (trained_and_held_out,) = keep_back([(documents, num_tokens)], frac, seed)
+    return trained_and_held_out
 
 
 def ids(documents: list[Document]) -> list[list[int]]:
@@ -39,33 +46,65 @@ def ids(documents: list[Document]) -> list[list[int]]:
 def test_a_part_of_the_documents_is_kept_back(number: int, frac: float, num_tokens: int, held_out: int) -> None:
     """Every document once, in order; the same ones each time, others with another seed."""
     documents = [document(token, 50, 60, 70) for token in range(number)]
-    trained, kept_back = keep_back(documents, frac, num_tokens, seed=0)
+    trained, kept_back = split(documents, frac, num_tokens, seed=0)
     assert len(kept_back) == held_out
     assert sorted(ids(trained) + ids(kept_back)) == ids(documents)
     assert ids(trained) == sorted(ids(trained))
     assert ids(kept_back) == sorted(ids(kept_back))
-    assert ids(keep_back(documents, frac, num_tokens, seed=0)[1]) == ids(kept_back)
+    assert ids(split(documents, frac, num_tokens, seed=0)[1]) == ids(kept_back)
     if held_out == 15:
-        assert ids(keep_back(documents, frac, num_tokens, seed=1)[1]) != ids(kept_back)
+        assert ids(split(documents, frac, num_tokens, seed=1)[1]) != ids(kept_back)
 
 
-def test_the_turns_of_a_conversation_stay_together() -> None:
-    documents = []
-    for number in range(20):
-        first = document(number, 50, 60)
-        second = document(*first.token_ids, 70, 80, prompt=4)
-        documents += [first, second, document(*second.token_ids, 90, prompt=5)]
-    trained, kept_back = keep_back(documents, 0.1, 1000, seed=0)
+def in_turns(number: int) -> list[Document]:
+    """Three turns, each a document whose prompt repeats the turns before it; its teacher knows the number."""
+    first = document(number, 50, 100 + number)
+    second = document(*first.token_ids, 200 + number, 80, prompt=4)
+    turns = first, second, document(*second.token_ids, 90, prompt=5)
+    return [
+        dataclasses.replace(turn, conversation=number, teacher={"number": np.full(len(turn.token_ids), number)})
+        for turn in turns
+    ]
+
+
+@pytest.mark.parametrize(
+    "arranged",
+    [
+        lambda turns: turns,
+        lambda turns: sorted(turns, key=lambda turn: len(turn.token_ids)),  # all first turns, then all second ones
+        lambda turns: [dataclasses.replace(turn, conversation=ALONE) for turn in turns],  # rows of their own in a file
+        lambda turns: [cut_prompt(turn, 2) for turn in turns],  # without what the prompts have in common
+    ],
+)
+def test_no_turn_of_a_held_out_conversation_is_trained_on(arranged: Any) -> None:
+    turns = [turn for number in range(20) for turn in in_turns(number)]
+    trained, kept_back = split(arranged(turns), 0.1, 1000, seed=0)
     assert len(kept_back) == 6
-    assert {document.token_ids[0] for document in kept_back}.isdisjoint(document.token_ids[0] for document in trained)
+    assert len(trained) == 54
+    numbers = [{int(turn.teacher["number"][0]) for turn in texts} for texts in (trained, kept_back)]
+    assert numbers[0].isdisjoint(numbers[1])
+
+
+def test_no_held_out_prompt_is_trained_on() -> None:
+    """Thirty answers to ten prompts, of two folders with conversations of their own."""
+    documents = [document(index % 10, 50, 60 + index, conversation=index) for index in range(30)]
+    (trained, kept_back), (others, others_kept) = keep_back([(documents[:20], 1000), (documents[20:], 1000)], 0.3, 0)
+    assert (len(trained), len(kept_back), len(others), len(others_kept)) == (14, 6, 7, 3)
+    prompts = [{int(text.token_ids[0]) for text in texts} for texts in (trained + others, kept_back + others_kept)]
+    assert prompts[0].isdisjoint(prompts[1])
+
+
+def test_one_prompt_for_all_is_held_out_by_none() -> None:
+    documents = [document(1, 2, 60 + index) for index in range(30)]
+    assert split(documents, 0.5, 1000, seed=0) == (documents, [])
 
 
 def test_text_without_a_prompt_is_no_conversation() -> None:
     documents = [document(5, 6, 7, prompt=0) for _ in range(20)]
-    assert len(keep_back(documents, 0.1, 1000, seed=0)[1]) == 2
+    assert len(split(documents, 0.1, 1000, seed=0)[1]) == 2
 
 
-@pytest.mark.parametrize(("rows_per_step", "rows"), [(1, 8), (3, 9), (8, 8), (32, 32)])
+@pytest.mark.parametrize(("rows_per_step", "rows"), [(1, 32), (3, 33), (8, 32), (64, 64)])
 def test_an_evaluation_is_whole_steps(rows_per_step: int, rows: int) -> None:
     assert rows_of_evaluation(rows_per_step) == rows
 

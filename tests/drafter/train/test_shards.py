@@ -130,7 +130,7 @@ def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no shards"):
         read_shards(tmp_path / "data")
     (tmp_path / "data" / "manifest.json").write_text(json.dumps({"schema": 9}))
-    with pytest.raises(InputError, match="schema 9; this version reads 1"):
+    with pytest.raises(InputError, match="schema 9; this version reads 2"):
         read_shards(tmp_path / "data")
 
 

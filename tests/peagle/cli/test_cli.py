@@ -265,6 +265,24 @@ def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.Mon
         refused(cli(*SPECULATE, "-"), part)
 
 
+@pytest.mark.parametrize(
+    ("kind", "held", "told"), [("pipe", b"a", True), ("pipe", b"", False), ("file", b"a", True), ("file", b"", False)]
+)
+def test_text_at_standard_input_is_not_ignored_in_silence(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, held: bytes, told: bool
+) -> None:
+    """The pipe stays open: an empty one must not be waited for."""
+    (tmp_path / "file").write_bytes(held)
+    reading, writing = (
+        os.pipe() if kind == "pipe" else (os.open(tmp_path / "file", os.O_RDONLY), os.open(os.devnull, 1))
+    )
+    os.write(writing, held)
+    with os.fdopen(writing, "wb"), os.fdopen(reading) as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert ("standard input holds text" in cli(*SPECULATE)[2]) is told
+        assert "standard input" not in cli(*SPECULATE, "a")[2]
+
+
 def test_no_prompt_runs_the_built_in_example(cli: Run) -> None:
     code, out, err = cli(*SPECULATE)
     assert code == 0

@@ -17,6 +17,7 @@ from peagle.cli import main
 from peagle.cli.display import Display
 from peagle.cli.run_serve import allowed_hosts
 from peagle.engine.executor import Executor
+from peagle.ops import interrupt
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.commands import all_refused, refused, run
@@ -70,6 +71,11 @@ def test_it_says_what_it_serves_answers_and_ends_well(
     assert "memory besides the weights: " in said
     assert "ready: http://127.0.0.1:" in said
     assert '"completion_tokens": 5' in said
+
+
+@pytest.mark.parametrize("number", interrupt.SIGNALS)
+def test_each_signal_lets_it_end_well(started: Callable[..., int], number: int) -> None:
+    assert started(lambda _: None, "-k", "0", "--slots", "1", "--context", "128", number=number) == 0
 
 
 def test_its_start_has_one_progress_with_the_time_left(

@@ -1,22 +1,29 @@
 """`peagle data`: the target's own answers, which continue where they were cut off."""
 
+import errno
+import hashlib
 import json
+import os
+import re
 import shutil
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import peagle.workflows.answers
-from drafter.train.shards import read_shards
+from drafter.train.shards import Document, read_part, read_shards
 from peagle.config import SamplingParams
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, chat_messages, from_ids
-from peagle.text.tokenizer import detokenize
+from peagle.text.tokenizer import detokenize, load_tokenizer
 from peagle.workflows.answers import AnswerOptions, answer
-from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
-from tests.peagle.workflows.training.conftest import PROMPTS, Lab
-from tests.support.pairs import STOP, VOCAB_SIZE, press_ctrl_c_at
+from peagle.workflows.dataset import Unfinished, lengths_in_words, passes, rows_of_pass
+from tests.peagle.workflows.training.conftest import PROMPTS, Lab, write_prompts
+from tests.support.pairs import STOP, TEMPLATE, VOCAB_SIZE, press_ctrl_c_at
 
 
 def test_data_are_the_targets_own_answers(data: Path, pair: Pair) -> None:
@@ -68,6 +75,237 @@ def test_data_go_on_where_they_were_cut_off_and_are_the_same(lab: Lab, monkeypat
         ("--temperature 1 --seed 3 --shard-prompts 3", others),
     ):
         assert says in lab.run(2, command, out, "-n 20", more)
+
+
+TURNS = [{"turns": ["1 + 2", "and?"]}, {"turns": ["café"]}, {"turns": ["def mean(values):", "why?"]}]
+
+
+@pytest.fixture
+def chats(lab: Lab) -> str:
+    """The command that answers five turns in three conversations into one shard, but its --out."""
+    path = lab.root / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
+    return f"data --target {lab.target} --prompt-file {path} -n 6 --slots 1 --out"
+
+
+def same_documents(one: Path, other: Path) -> None:
+    for before, after in zip(read_shards(one), read_shards(other), strict=True):
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert after.trained.tolist() == before.trained.tolist()
+        assert after.conversation == before.conversation
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["int", "term", "hup"]
+)
+@pytest.mark.parametrize("call", [2, 4])  # among the first turns, and among the second ones
+def test_an_unfinished_shard_keeps_its_answers(
+    lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int, call: int
+) -> None:
+    out, whole = lab.root / "data", lab.root / "whole"
+    asked: list[int] = []
+    submit = peagle.workflows.answers.submit
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, Unfinished, "add", call, number)
+        said = lab.run(code, chats, out)
+    assert f"interrupted: 0 of 1 shards are in {out}, and {call} answers of the next; the same command goes on" in said
+    assert "was made with -n 6 (now 7)" in lab.run(2, chats.replace("-n 6", "-n 7"), out)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            peagle.workflows.answers,
+            "submit",
+            lambda engine, new, *rest: asked.extend(new) or submit(engine, new, *rest),
+        )
+        lab.run(0, chats, out)
+    assert len(asked) == 5 - call
+    assert not list(out.glob("part_*"))
+    lab.run(0, chats, whole)
+    same_documents(whole, out)
+    assert [document.conversation for document in read_shards(out)] == [0, 0, 1, 2, 2]
+
+
+def test_an_unfinished_shard_keeps_what_the_teacher_computed(
+    lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
+    teacher, whole = "--hidden --top 2 --taps 0,1,2", lab.root / "whole"
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, peagle.workflows.dataset, "cut_prompt", 3)
+        assert "and 5 answers of the next" in lab.run(130, chats, lab.out, teacher)
+    assert len(list(lab.out.glob("taught_*"))) == 1
+    read: list[int] = []
+    with monkeypatch.context() as patch:
+        cut = peagle.workflows.dataset.cut_prompt
+        patch.setattr(peagle.workflows.dataset, "cut_prompt", lambda *given: read.append(1) or cut(*given))
+        lab.run(0, chats, lab.out, teacher)
+    assert len(read) == 1
+    assert not list(lab.out.glob("taught_*"))
+    lab.run(0, chats, whole, teacher)
+    same_documents(whole, lab.out)
+    for one, other in zip(read_shards(whole), read_shards(lab.out), strict=True):
+        for name in one.teacher:
+            np.testing.assert_allclose(
+                *(text.teacher[name].astype(float) for text in (one, other)), rtol=1e-2, atol=1e-2
+            )
+
+
+def test_a_shard_that_cannot_be_written_keeps_its_answers(
+    lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.workflows.dataset.write_shard", full)
+        assert "shard_00000.safetensors cannot be written: No space left" in lab.run(2, chats, lab.out)
+    with monkeypatch.context() as patch:
+        patch.setattr(peagle.workflows.answers, "submit", lambda *_: pytest.fail("it is answered already"))
+        assert "5 documents" in lab.run(0, chats, lab.out)
+
+
+def test_answers_are_saved_from_time_to_time(lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process leaves."""
+    monkeypatch.setattr("peagle.workflows.dataset.SAVE_S", 0)
+    sizes: list[int] = []
+    add = Unfinished.add
+
+    def added(self: Unfinished, document: Document) -> None:
+        add(self, document)
+        sizes.append(len(read_part(lab.out, 0)))
+
+    monkeypatch.setattr(Unfinished, "add", added)
+    lab.run(0, chats, lab.out)
+    assert sizes == [1, 2, 3, 4, 5]
+
+
+def test_a_shard_without_room_is_refused_before_the_target_reads_it(
+    lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("peagle.cli.run_data.with_teacher", lambda *_: pytest.fail("it reads"))
+    said = lab.run(2, chats, lab.out, "--hidden --taps 0,1,2 --context 384")
+    assert f"3 documents of up to 384 tokens take up to 448.1 kB in {lab.out}, which has room for 1.0 kB" in said
+    assert re.search(rf"a shard of \d+ tokens takes [\d.]+ kB in {lab.out}, which has room for 1.0 kB; free some", said)
+    assert len(read_part(lab.out, 0)) == 5
+
+
+def test_answers_that_are_cut_and_turns_without_room_are_counted(lab: Lab) -> None:
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} --slots 2"
+    said = lab.run(0, command, "--context 6 --out", lab.root / "short")
+    assert "3 of 4 answers end at a limit, the others at a stop token" in said
+    assert "3 of 4 answers are cut at --context 6, and a drafter learns no ends from them; a larger --context" in said
+    assert "1 of 5 turns have no answer in the data, the first: " in said
+    assert "3 of 4 answers are cut at -n 1, and" in lab.run(
+        0, command, "--context 6 -n 1 --quiet --out", lab.root / "n"
+    )
+    longest = max(len(document.token_ids) for document in read_shards(lab.root / "short"))
+    assert longest == 6
+    command = command.replace(str(lab.prompts), str(write_prompts(lab.root / "long.jsonl", *PROMPTS[:4])))
+    assert "none of the prompts can be answered, the first: " in lab.run(2, command, "--context 2 --out", lab.out)
+    lab.run(0, command, "--context 6 --out", lab.out)  # the folder holds nothing
+
+
+def test_a_shard_without_an_answer_stops_no_other(lab: Lab) -> None:
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} --shard-prompts 1 --context 6 -n 1 --out"
+    lab.run(0, command, lab.out)
+    assert len(read_shards(lab.out)) == 4
+    assert "is complete: 5 shards" in lab.run(0, command, lab.out)
+
+
+@pytest.fixture
+def answering(lab: Lab) -> Path:
+    """A copy of the target whose chat template ends answers as the target does."""
+    target, ends = lab.root / "target", '{{ message.content }}{{ "<|return|>" if loop.last else "<|end|>" }}'
+    begins = "<|start|>assistant<|channel|>final<|message|>"
+    shutil.copytree(lab.target, target)
+    shown, _, beginning = TEMPLATE.replace(f"{begins}{{{{ message.content }}}}<|end|>", begins + ends).rpartition(
+        begins
+    )
+    template = f"{shown}{{%- if add_generation_prompt -%}}{begins}{beginning}{{%- endif -%}}"
+    (target / "chat_template.jinja").write_text(template)
+    return target
+
+
+CHAT = [{"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}]
+
+
+def test_recorded_answers_are_taken_as_they_are(
+    lab: Lab, answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in (CHAT, [*CHAT, *CHAT], CHAT[:1], [*CHAT, CHAT[0]]))
+    )
+    command = f"data --target {answering} --prompt-file {path} --answers recorded --shard-prompts 2 --out"
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.cli.run_data.load_pair", lambda *_: pytest.fail("it loads the target"))
+        said = lab.run(0, command, lab.root / "data", "--temperature 1 -n 5")
+        assert "none of the prompts can be answered, the first: " in lab.run(
+            2, command.replace(str(answering), str(lab.target)), lab.root / "other"
+        )
+    assert "1 of 3 prompts repeat one before" in said
+    assert "line 3 has no recorded answer" in said
+    assert "-n, --temperature: no effect with --answers recorded" in said
+    assert "4 documents" in said
+    assert "0 of 4 answers end at a limit" in said
+    tokenizer = load_tokenizer(answering)
+    assert tokenizer is not None
+    documents = read_shards(lab.root / "data")
+    assert [document.conversation for document in documents] == [0, 1, 1, 2]
+    for document, before in zip(documents, (CHAT[:1], CHAT[:1], [*CHAT, *CHAT[:1]], CHAT[:1]), strict=True):
+        assert tuple(document.prompt) == tokenizer.encode_chat(before)
+        assert detokenize(tokenizer, document.token_ids[document.trained].tolist()) == "3<|return|>"
+    lab.run(0, command, lab.root / "taught", "--hidden --top 2 --taps 0,1,2")
+    assert {document.teacher["aux_hidden"].shape[1] for document in read_shards(lab.root / "taught")} == {192}
+    said = lab.run(0, command.replace("--answers recorded", ""), lab.out, "-n 2")
+    assert "recorded answers that are left out: 2; the target answers anew, and --answers recorded takes" in said
+
+
+def test_rows_of_speculators_are_data(lab: Lab, tmp_path: Path) -> None:
+    rows = [
+        {"id": "a_gen0", "primary_id": "a", "input_ids": [9, 8, 7, STOP], "loss_mask": [0, 0, 1, 1]},
+        {"id": "b_gen0", "primary_id": "b", "input_ids": [5, 6], "loss_mask": [0, 1]},
+        {"id": "a_gen1", "primary_id": "a", "input_ids": [9, 8, 7, 6, 4, STOP], "loss_mask": [0, 0, 0, 0, 1, 1]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**row, "metadata": {}, "debug": {}}) + "\n" for row in rows))
+    said = lab.run(0, f"data --target {lab.target} --prompt-file {path} --answers recorded --out {lab.out}")
+    assert "no effect" not in said
+    assert "1 of 3 answers end at a limit" in said
+    documents = read_shards(lab.out)
+    assert [document.token_ids.tolist() for document in documents] == [row["input_ids"] for row in rows]
+    assert [document.trained.astype(int).tolist() for document in documents] == [row["loss_mask"] for row in rows]
+    assert [document.conversation for document in documents] == [0, 1, 0]
+
+
+def test_recorded_answers_go_on_after_an_interruption(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "rows.jsonl", lab.root / "whole"
+    rows = [{"input_ids": [9, 8, token], "loss_mask": [0, 0, 1]} for token in range(10, 15)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = f"data --target {lab.target} --prompt-file {path} --answers recorded --hidden --taps 0,1,2 --out"
+    for where, name, call in ((Unfinished, "add", 2), (peagle.workflows.dataset, "cut_prompt", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
+            press_ctrl_c_at(patch, where, name, call)
+            lab.run(130, command, lab.out)
+    lab.run(0, command, lab.out)
+    lab.run(0, command, whole)
+    same_documents(whole, lab.out)
+
+
+def test_the_checksum_of_a_pipe_is_of_what_it_held(lab: Lab) -> None:
+    reading, writing = os.pipe()
+    content = lab.prompts.read_bytes()
+    os.write(writing, content)
+    os.close(writing)
+    try:
+        lab.run(0, f"data --target {lab.target} --prompt-file /dev/fd/{reading} -n 2 --out {lab.out}")
+    finally:
+        os.close(reading)
+    ((_, digest),) = json.loads((lab.out / "manifest.json").read_text())["prompts"]
+    assert digest == hashlib.sha256(content).hexdigest()
 
 
 def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(lab: Lab) -> None:

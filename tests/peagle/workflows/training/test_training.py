@@ -483,6 +483,20 @@ def test_documents_are_held_out_and_the_best_step_is_the_drafter(lab: Lab, monke
     assert "was begun with --held-out 0.4 (now 0.0)" in lab.train(more, "--held-out 0", code=2)
 
 
+@pytest.mark.parametrize(
+    ("num_prompts", "says"),
+    [
+        (10, "2 of the 20 documents, of which 10 repeat a prompt (all answers to a prompt are held out, or none)"),
+        (1, "none of the 20 documents is held out, because they are turns of too few conversations or answers to too"),
+    ],
+)
+def test_repeated_prompts_are_told(lab: Lab, no_step: str, num_prompts: int, says: str) -> None:
+    rows = np.arange(20)[:, None] % num_prompts + 30 + np.zeros((20, 4), int)
+    rows[:, 2:] += np.arange(20)[:, None] // num_prompts
+    messages = lab.train("--held-out 0.1", data=write_data(lab.root / "own", rows, [False, False, True, True]), code=2)
+    expect_all(messages, no_step, says)
+
+
 def test_the_answers_to_evaluate_are_held_out(lab: Lab, taught: Path, request: pytest.FixtureRequest) -> None:
     """Without documents kept back, though the data hold what the target says; the drafter that runs has it inside."""
     others = write_prompts(lab.root / "others.jsonl", [8, 8, 8], [30, 40])
