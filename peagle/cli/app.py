@@ -45,7 +45,7 @@ GENERATE, TRAIN, MEASURE = (
     Group(name, sort_key=index)
     for index, name in enumerate(("Generate and serve", "Train drafters", "Measure and inspect"))
 )
-DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False, allow_repeating=True)
+DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False)
 
 
 @dataclass(frozen=True)
