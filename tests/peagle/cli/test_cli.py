@@ -303,7 +303,8 @@ def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, t
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [50]}\n{"prompt_ids": [51]}\n')
     files = ("--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace"))
-    code, out, err = cli(*last_of_each([*SPECULATE, "-n", "60"]), "--prompt-file", str(prompts), "--slots", slots, *files)
+    line = last_of_each([*SPECULATE, "-n", "60", "--prompt-file", str(prompts), "--slots", slots, *files])
+    code, out, err = cli(*line)
     assert code == 130
     assert "interrupted" in err
     assert "acceptance" in err
