@@ -10,7 +10,7 @@ from typing import Literal
 from peagle.drafters.ngram import NGram
 from peagle.engine.speculation import Speculation, read_speculation
 from peagle.hub import cached, is_name
-from peagle.ops.checkpoint import CONFIG, fingerprint, read_checkpoint, read_json
+from peagle.ops.checkpoint import CONFIG, fingerprint, read_json
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.settings import naming
 from peagle.protocols import Drafter
@@ -152,10 +152,10 @@ def speculation_of(drafter: str | Path | None, directory: Path | None) -> Specul
 
 def drafter_speculation(drafter_directory: Path) -> Speculation:
     """Return the settings of K "auto" for a drafter with weights, within its block. Reads no weights."""
-    from drafter.dialects import parse_config
+    from drafter.dialects import open_drafter, parse_config
 
     speculation = read_speculation(drafter_directory)
-    most = parse_config(read_checkpoint(drafter_directory)).most_drafts
+    most = parse_config(open_drafter(drafter_directory)).most_drafts
     if most is None:
         return speculation
     return dataclasses.replace(speculation, num_drafts=min(speculation.num_drafts, most))

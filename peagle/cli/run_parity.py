@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import cast
 
+from drafter.dialects import open_drafter
 from drafter.propose import AnyDrafter
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import record
@@ -16,7 +17,6 @@ from peagle.cli.parity import Parity
 from peagle.cli.results import SCHEMA, dumps
 from peagle.fit import check_fit
 from peagle.measure.provenance import provenance
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
@@ -55,7 +55,7 @@ def compare(settings: Parity) -> int:
         text = drafted.texts[0].token_ids
         layers = layer_by_layer(resolve(target, "target"), text, drafted.hiddens[0], pair.loaded.dtype)
     with display.stage("comparing the drafter", animated=False) as progress:
-        findings = examine(pair, model, read_checkpoint(path), drafted, conversations, config, progress)
+        findings = examine(pair, model, open_drafter(path), drafted, conversations, config, progress)
     lines = [*layers.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
     lines += _report_lines(findings, settings)
     if prompts.skipped:

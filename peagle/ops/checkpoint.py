@@ -350,11 +350,23 @@ def _open(path: Path) -> Any:
         ) from None
 
 
-def _open_shards(directory: Path) -> dict[str, Any]:
-    index = read_json(directory, INDEX)
-    weight_map = index.get("weight_map")
+def weight_files(directory: Path) -> list[str]:
+    """List the files that hold a checkpoint's weights; empty if there are none. Raises InputError for a bad index."""
+    if (directory / WEIGHTS).is_file():
+        return [WEIGHTS]
+    return sorted(set(_weight_map(directory).values())) if (directory / INDEX).is_file() else []
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Read which shard holds each tensor. Raises InputError if the index does not say so."""
+    weight_map = read_json(directory, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise InputError(f"{directory / INDEX} has no weight_map from tensor names to file names")
+    return weight_map
+
+
+def _open_shards(directory: Path) -> dict[str, Any]:
+    weight_map = _weight_map(directory)
     shard_of: dict[str, Any] = {}
     for shard in sorted(set(weight_map.values())):
         weights = _open(_shard(directory, shard))

@@ -16,7 +16,6 @@ from drafter.dialects import (
     EMBEDDING,
     LM_HEAD,
     MASK_TOKEN_KEYS,
-    PREFIX,
     TOP_AUX_LAYERS,
     named_aux_layers,
 )
@@ -390,7 +389,6 @@ def _aux_of(hidden: np.ndarray, layers: Sequence[int]) -> np.ndarray:
 
 def _tensors(checkpoint: Checkpoint, pair: Pair, config: DrafterConfig) -> Tensors:
     """Read a drafter's tensors as stored, and from the target those that it shares."""
-    checkpoint = checkpoint.without_prefix(PREFIX)
     tensors = {name: checkpoint.take(name) for name in checkpoint.names}
     target = cast(GptOss, pair.plain_target).params
     if EMBEDDING not in tensors:

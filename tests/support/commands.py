@@ -16,10 +16,11 @@ def last_of_each(line: Iterable[str]) -> list[str]:
     """Drop all but the last value of an option that takes one, which a command refuses."""
     kept: list[str] = []
     for word in line:
-        if word.startswith("-") and word in kept and word not in REPEATED:
-            start = kept.index(word)
-            has_value = start + 1 < len(kept) and not kept[start + 1].startswith("-")
-            del kept[start : start + 1 + has_value]
+        name = word.partition("=")[0]
+        if name in kept and name.startswith("-") and name not in ("-", *REPEATED):
+            start = kept.index(name)
+            value = kept[start + 1 : start + 2]
+            del kept[start : start + 1 + sum(text[:1] != "-" or text[1:2] in "0123456789" for text in value)]
         kept.append(word)
     return kept
 

@@ -15,6 +15,7 @@ import pytest
 
 import peagle.loading
 from drafter.config import DrafterConfig
+from drafter.dialects import open_drafter
 from drafter.load import load_drafter, save_drafter
 from drafter.params import DrafterParams
 from drafter.propose import PEagle
@@ -22,7 +23,6 @@ from drafter.vocabulary import Coverage, choose, narrow
 from peagle.checkpoints import DEMO_DIRECTORY, HELD_OUT
 from peagle.cli import main
 from peagle.ops.attention import PagedCache, Pages
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
@@ -157,7 +157,7 @@ def findings_of(directory: Path, drafted: DraftedTexts) -> Findings:
     along = dataclasses.replace(drafted, texts=texts)
     without_turns = [from_ids([1])]  # which have no other rendering
     drafter: Any = pair.drafter
-    return examine(pair, drafter, read_checkpoint(directory), along, without_turns, SETTINGS, lambda *_: None)
+    return examine(pair, drafter, open_drafter(directory), along, without_turns, SETTINGS, lambda *_: None)
 
 
 @pytest.mark.filterwarnings("ignore::peagle.ops.errors.InputWarning")  # of ids and maps that look wrong
@@ -193,7 +193,7 @@ def test_raw_prompts_are_named(demo: Pair) -> None:
     settings = dataclasses.replace(SETTINGS, raw=True)
     raw = draft_texts(demo, CONVERSATIONS, settings, raw=True)
     drafter: Any = demo.drafter
-    findings = examine(demo, drafter, read_checkpoint(DEMO_DRAFTER), raw, CONVERSATIONS, settings, lambda *_: None)
+    findings = examine(demo, drafter, open_drafter(DEMO_DRAFTER), raw, CONVERSATIONS, settings, lambda *_: None)
     assert findings.causes[0].name == "the prompts are raw"
 
 
@@ -203,7 +203,7 @@ def tried(directory: Path, length: int = 1, **options: Any) -> dict[str, Any]:
     hidden = np.zeros((1, 8, 192), np.float32)
     drafted = DraftedTexts((DraftedText(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
     drafter: Any = pair.drafter
-    return {reading.name: reading for reading in readings(pair, drafter, read_checkpoint(directory), drafted)}
+    return {reading.name: reading for reading in readings(pair, drafter, open_drafter(directory), drafted)}
 
 
 def test_windows_that_hide_something_are_tried() -> None:
