@@ -120,7 +120,8 @@ def prompt_file(directory: Path) -> Path:
 @pytest.fixture(scope="module")
 def small(directories: Directories) -> Pair:
     pytest.importorskip("torch")
-    return peagle.loading.load(directories.target, directories.drafter, kernels="xla")
+    pair = peagle.loading.load(directories.target, directories.drafter, kernels="xla")
+    return dataclasses.replace(pair, stop_token_ids=())  # every answer takes its budget
 
 
 @pytest.mark.parametrize("fault", TARGET_FAULTS)
@@ -139,9 +140,8 @@ def test_a_target_that_computes_something_else_is_named(
     }
     monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: dataclasses.replace(small, **targets))
     names = ["--target", str(directories.target), "--drafter", str(directories.drafter)]
-    code, lines, err = run(capsys, "parity", *names, "--prompts", str(prompt_file(directories.root)), *FEW)
+    code, lines, _ = run(capsys, "parity", *names, "--prompts", str(prompt_file(directories.root)), *FEW)
     if named is None:
-        assert code in (0, 1), err  # a random drafter may have likelier readings
         assert f"the same as transformers in {TARGET.num_layers} layers, the final norm and the logits" in lines
         assert "tokens are transformers' greedy ones" in lines
     else:
