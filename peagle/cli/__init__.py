@@ -8,8 +8,11 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code (`peagle.cli.app.main`): 130 after Ctrl-C, also during imports."""
-    with interrupt.handled():
+    """Run the command line and return its exit code (`peagle.cli.app.main`): 130 after Ctrl-C, also during imports.
+
+    arguments: None: those of the process, which ends afterwards.
+    """
+    with interrupt.handled(until_exit=arguments is None):
         try:
             from peagle.cli import app
 

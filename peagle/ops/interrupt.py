@@ -25,8 +25,11 @@ _answered = 0  # presses before a `forget`
 
 
 @contextmanager
-def handled() -> Iterator[None]:
+def handled(until_exit: bool = False) -> Iterator[None]:
     """Make the first Ctrl-C set the flag, and the second end the process.
+
+    until_exit: the process ends after the block, and libraries clean up; Ctrl-C then ends it at once, without a
+    traceback.
 
     The second acts at once, even during a compilation: a thread reads each signal as it arrives, whereas a handler in
     Python waits until the main thread returns from a library. Does nothing outside of the main thread, or if Ctrl-C is
@@ -46,7 +49,7 @@ def handled() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if until_exit else handler)
         signal.set_wakeup_fd(wakeup)
         os.close(writing)
         thread.join()

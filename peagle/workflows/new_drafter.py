@@ -21,6 +21,7 @@ from peagle.checkpoints import resolve
 from peagle.config import AUTO
 from peagle.engine.request import fold_seed
 from peagle.fit import chosen_window, fitting_aux_layers, parse_window, windowed
+from peagle.ops.draw import KEYS
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig
 from peagle.workflows.dataset import chosen_aux_layers
@@ -239,7 +240,7 @@ def initial_params(
     """
     if init is not None:
         return init_params_of(init, loaded, config.aux_layer_ids)
-    params = init_params(config, jax.random.key(fold_seed(seed)))
+    params = init_params(config, jax.random.key(fold_seed(seed), impl=KEYS))
     ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
     params = dataclasses.replace(params, draft_to_target=ids)
     if config.hidden_size != config.target_hidden_size:
