@@ -182,6 +182,8 @@ def test_what_z_lab_writes_is_read(tmp_path: Path) -> None:
         config |= {"use_sliding_window": False, "tie_word_embeddings": False, "max_window_layers": 2, "mlp_bias": None}
         config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
         config["dflash_config"]["block_size"] = config.pop("block_size")
+        config["dflash_config"] |= {"use_swa": False, "swa_window_size": 1024}  # without effect
+        config |= {"use_swa": None}
         config["dflash_config"] |= {"causal": False, "use_aux_hidden_state": True, "num_target_layers": None}
         for name in list(tensors):
             tensors[f"model.{name}"] = tensors.pop(name)
@@ -250,6 +252,8 @@ def add(name: str, *shape: int) -> Edit:
         (change(dflash_config__target_layer_ids=[0, 1, 2]), "reads 48 values; expected 3 hidden states of 24"),
         (change(dflash_config__causal=True), "causal is True, which is not supported; expected a block whose rows"),
         (change(dflash_config__use_aux_hidden_state=False), "use_aux_hidden_state is False, which is not supported"),
+        (change(dflash_config__use_swa=True), "use_swa is True, which is not supported; expected full attention"),
+        (change(use_swa=True), "use_swa is True, which is not supported; expected full attention"),
         (change(dflash_config__selector_rank=8), "dflash_config has selector_rank, which is not supported"),
         (change(architectures=["DFlash2DraftModel"]), "['DFlash2DraftModel']; expected DFlashDraftModel"),
         (change(layer_types=["full_attention", "sliding_attention"]), "sliding attention is not supported"),

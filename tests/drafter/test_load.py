@@ -47,6 +47,7 @@ from tests.support.drafters import (
     random_params,
     random_text,
 )
+from tests.support.pairs import edit_json
 
 DIALECTS: tuple[Dialect, ...] = ("vllm", "speculators")
 BOTH = pytest.mark.parametrize("dialect", DIALECTS)
@@ -366,6 +367,26 @@ def test_every_tensor_is_needed_and_every_shape_checked(tmp_path: Path, dialect:
         assert "missing" in missing
         assert name in missing
         assert name in refusal(File(TWO, dialect, tensors={name: longer}).write(tmp_path))
+
+
+def specforge(directory: Path, **beside: Any) -> Path:
+    """Write a P-EAGLE as SpecForge's trainer does: two of its settings are only in peagle_config.json."""
+    gone = {"ptd_token_id": GONE, "norm_before_residual": GONE, "architectures": ["PEagleDraftModel"]}
+    File(config=gone, rename=lambda name: name.replace("midlayer", "layers.0")).write(directory)
+    others = {"num_depths": 8, "down_sample_ratio": 0.8, "down_sample_ratio_min": 0.2, "num_draft_layers": 1}
+    (directory / "peagle_config.json").write_text(json.dumps({**others, **beside}))
+    return directory
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_specforges_settings_beside_config_json_are_read(tmp_path: Path, before: bool) -> None:
+    directory = specforge(tmp_path, mask_token_id=7, norm_before_residual=before)
+    config = load_drafter(directory)[1]
+    assert (config.kind, config.mask_token_id, config.norm_before_residual) == ("P-EAGLE", 7, before)
+    assert is_drafter_config(json.loads((directory / "config.json").read_text()))
+    edit_json(directory / "config.json", mask_token_id=9)
+    assert "mask_token_id is 9 in config.json and 7 in peagle_config.json; expected them equal" in refusal(directory)
+    assert "names no mask token" in refusal(specforge(tmp_path / "unnamed", mask_token_id=None))
 
 
 def expect_refusal(file: File, directory: Path, says: str) -> None:
