@@ -66,6 +66,18 @@ def test_info_refuses_a_drafter_as_loading_does(
     refused(real("speculate", "--target", str(directories.target), "--drafter", drafter, "Hi"), says)
 
 
+def test_info_refuses_a_target_as_loading_does(real: Run, directories: Directories, tmp_path: Path) -> None:
+    for number, (tensors, says) in enumerate(
+        (
+            ({"model.norm.weight": GONE}, "tensors are missing: model.norm.weight"),
+            ({"model.norm.weight": np.zeros(64, np.int8)}, "model.norm.weight has dtype int8; expected floats"),
+        )
+    ):
+        target = str(copy_changed(directories.target, tmp_path / str(number), {}, tensors))
+        refused(real("info", target), says)
+        refused(real("generate", "--target", target, "--prompt-ids", "1"), says)
+
+
 def test_a_drafter_that_takes_its_targets_embedding_has_its_width(
     real: Run, directories: Directories, tmp_path: Path
 ) -> None:
