@@ -20,7 +20,7 @@ from peagle.measure.provenance import provenance
 from peagle.ops.errors import InputError
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
-from peagle.workflows.hf_reference import compare_target
+from peagle.workflows.hf_reference import TargetParity, compare_target
 from peagle.workflows.parity_check import Findings, ParityConfig, draft_texts, emitted_texts, examine
 
 
@@ -62,18 +62,22 @@ def compare(settings: Parity) -> int:
     if prompts.skipped:
         lines.append(f"left out     {skipped_line(prompts.skipped)}")
     if json_file is not None:
-        content = {
-            "schema": SCHEMA,
-            "provenance": provenance(),
-            "config": {**record(settings), "prompts": settings.prompts and settings.prompts.name},
-            "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
-            "target": dataclasses.asdict(compared),
-            "drafter": dataclasses.asdict(findings),
-        }
-        json_file.write(dumps(content))
+        json_file.write(_as_json(settings, prompts, compared, findings))
     if settings.json != STANDARD_OUTPUT:
         show_lines(lines, SUMMARY_INDENT)
     return 0 if findings.fine and compared.fine else 1
+
+
+def _as_json(settings: Parity, prompts: PromptSet, compared: TargetParity, findings: Findings) -> str:
+    content = {
+        "schema": SCHEMA,
+        "provenance": provenance(),
+        "config": {**record(settings), "prompts": settings.prompts and settings.prompts.name},
+        "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
+        "target": dataclasses.asdict(compared),
+        "drafter": dataclasses.asdict(findings),
+    }
+    return dumps(content)
 
 
 def _report_lines(findings: Findings, settings: Parity) -> Iterator[str]:
