@@ -17,15 +17,19 @@ marks the same tokens. A `mask_hidden` of more than one vector is this project's
 A DFlash drafter has a layout of its own (`_parse_dflash`): `layers.*` from 0 on, `hidden_norm` after fc, neither
 embedding nor head, and `dflash_config` with the mask token and `target_layer_ids`, the aux layers by output.
 
-Sources: vllm llama_eagle3.py, qwen3_dflash.py; speculators models/peagle, models/eagle3; z-lab/dflash.
+SpecForge writes a P-EAGLE's mask token and norm_before_residual to `peagle_config.json` beside it (`open_drafter`).
+
+Sources: vllm llama_eagle3.py, qwen3_dflash.py; speculators models/peagle, models/eagle3; z-lab/dflash;
+SpecForge scripts/train_peagle.py.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drafter.config import DrafterConfig, check_aux_layer_ids
-from peagle.ops.checkpoint import CONFIG, Checkpoint
+from peagle.ops.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
 from peagle.ops.rope import parse_rope, render_rope
 from peagle.ops.settings import Key, brief, flag, mapping, naming, number, read_keys, refuse_others, render_keys, whole
@@ -35,6 +39,8 @@ FIRST_LAYERS: dict[Dialect, str] = {"vllm": "midlayer", "speculators": "layers.0
 MASK_TOKENS: dict[Dialect, str] = {"vllm": "ptd_token_id", "speculators": "mask_token_id"}
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 PREFIX = "model."
+PEAGLE_CONFIG = "peagle_config.json"
+OF_PEAGLE_CONFIG = ("mask_token_id", "norm_before_residual")  # its other keys are of the training
 NESTED, EAGLE_CONFIG, DFLASH_CONFIG = "transformer_layer_config", "eagle_config", "dflash_config"
 AUX_LAYER_IDS, TARGET_LAYER_IDS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
@@ -75,6 +81,7 @@ _FIXED_OF_DFLASH = (
     ("hidden_act", "silu", "a SiLU MLP"),
     ("mlp_bias", False, "an MLP without biases"),
     ("use_sliding_window", False, "full attention"),
+    ("use_swa", False, "full attention"),
     ("logit_scale", 1.0, "unscaled logits"),
     ("final_logit_softcapping", None, "unscaled logits"),
     ("partial_rotary_factor", 1.0, "heads rotated as a whole"),
@@ -83,9 +90,11 @@ _FIXED_OF_DFLASH = (
 )
 _FIXED_IN_DFLASH = (  # in dflash_config
     ("causal", False, "a block whose rows see each other"),
+    ("use_swa", False, "full attention"),
     ("use_aux_hidden_state", True, "aux hidden states"),
 )
 _DFLASH_NUMBERS = {"mask_token_id": True, "block_size": True, "num_target_layers": False}  # whether they are required
+_SWA_WINDOW = "swa_window_size"  # in dflash_config; of no effect without use_swa
 
 
 class Leaf(NamedTuple):
@@ -147,6 +156,24 @@ def is_drafter_config(config: Mapping[str, Any]) -> bool:
     """
     named = "eagle" in str(config.get("architectures")).lower() or is_dflash_config(config)
     return named or NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
+
+
+def open_drafter(directory: Path) -> Checkpoint:
+    """Open a drafter's checkpoint, with the names of its tensors and its settings as `parse_config` reads them.
+
+    Raises InputError as `read_checkpoint` does, and for a setting that differs in peagle_config.json.
+    """
+    checkpoint = read_checkpoint(directory).without_prefix(PREFIX)
+    if (directory / PEAGLE_CONFIG).is_file():
+        beside = read_json(directory, PEAGLE_CONFIG)
+        for key in (key for key in OF_PEAGLE_CONFIG if beside.get(key) is not None):
+            if checkpoint.config.get(key) not in (None, beside[key]):
+                raise InputError(
+                    f"{directory}: {key} is {brief(checkpoint.config[key])} in {CONFIG} and {brief(beside[key])} in "
+                    f"{PEAGLE_CONFIG}; expected them equal: take out the one that the drafter was not trained with"
+                )
+            checkpoint.config[key] = beside[key]
+    return checkpoint
 
 
 def is_dflash_config(config: Mapping[str, Any]) -> bool:
@@ -240,10 +267,10 @@ def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
 def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = None) -> DrafterConfig:
     """Read the DrafterConfig from config.json and tensor shapes (head geometry, width of aux_hidden).
 
-    aux_layer_ids: instead of those in config.json. Raises InputError for a setting that is missing, contradictory or
-    not supported.
+    checkpoint: from `open_drafter`. aux_layer_ids: instead of those in config.json. Raises InputError for a setting
+    that is missing, contradictory or not supported.
     """
-    checkpoint, path = checkpoint.without_prefix(PREFIX), checkpoint.directory / CONFIG
+    path = checkpoint.directory / CONFIG
     if is_dflash_config(checkpoint.config):
         return _parse_dflash(checkpoint, aux_layer_ids)
     config, first_layer = checkpoint.config, first_layer_of(checkpoint)
@@ -387,7 +414,7 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
             raise InputError(f"architectures is {brief(config['architectures'])}; expected {DFLASH_ARCHITECTURE}")
         own = {key: value for key, value in mapping(config, DFLASH_CONFIG).items() if value is not None}
         refuse_others(own, _FIXED_IN_DFLASH)
-        known = {TARGET_LAYER_IDS, *_DFLASH_NUMBERS, *(key for key, *_ in _FIXED_IN_DFLASH)}
+        known = {TARGET_LAYER_IDS, _SWA_WINDOW, *_DFLASH_NUMBERS, *(key for key, *_ in _FIXED_IN_DFLASH)}
         if unknown := sorted(own.keys() - known):
             raise InputError(f"{DFLASH_CONFIG} has {unknown[0]}, which is not supported; expected no such key")
         refuse_others({key: value for key, value in config.items() if value is not None}, _FIXED_OF_DFLASH)

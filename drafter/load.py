@@ -24,18 +24,18 @@ from drafter.dialects import (
     IN_DRAFT_VOCAB,
     LM_HEAD,
     MASK_HIDDEN,
-    PREFIX,
     Dialect,
     Leaf,
     first_layer_of,
     is_dflash_config,
     layer_leaves,
+    open_drafter,
     own_leaves,
     parse_config,
     render_config,
 )
 from drafter.params import DrafterParams, LayerParams
-from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from peagle.ops.checkpoint import Checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, arrange_embedding, as_matrix, take_outputs
@@ -64,8 +64,7 @@ def load_drafter(
     Raises InputError for a tensor or setting that is missing, surplus or not supported, or has another shape. Warns if
     the map from draft ids to the target's looks wrong.
     """
-    checkpoint = read_checkpoint(directory).without_prefix(PREFIX)
-    config = parse_config(checkpoint, aux_layer_ids)
+    checkpoint, config = inspect_drafter(directory, aux_layer_ids)
     dtype = jnp.dtype(checkpoint.dtype(FC) if dtype is None else dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == np.float64 else dtype
     draft_to_target = _draft_to_target(checkpoint, config)
@@ -85,9 +84,53 @@ def load_drafter(
         draft_to_target=None if draft_to_target is None else jnp.asarray(draft_to_target),
         implementation=implementation,
     )
-    checkpoint.ignore(IN_DRAFT_VOCAB)
-    checkpoint.finish()
     return params, config
+
+
+def inspect_drafter(directory: Path, aux_layer_ids: Sequence[int] | None = None) -> tuple[Checkpoint, DrafterConfig]:
+    """Check a directory as load_drafter does, without reading weights. Raises the same InputErrors."""
+    checkpoint = open_drafter(directory)
+    config = parse_config(checkpoint, aux_layer_ids)
+    shapes = _tensor_shapes(checkpoint, config)
+    checkpoint.expect(shapes)
+    for name in sorted(shapes.keys() - {DRAFT_TO_TARGET, IN_DRAFT_VOCAB}):
+        if not jnp.issubdtype(stored := checkpoint.dtype(name), jnp.floating):
+            raise InputError(
+                f"{directory}: tensor {name} has dtype {stored}; expected floating-point weights (quantised drafters "
+                "are not supported)"
+            )
+    _draft_to_target(checkpoint, config)
+    return checkpoint, config
+
+
+def _tensor_shapes(checkpoint: Checkpoint, config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that a drafter needs, and of those that it may store. Reads no weights."""
+    c, first_layer = config, _first_layer(checkpoint, config)
+    leaves = [*own_leaves(c), *(leaf for layer in range(c.num_layers) for leaf in layer_leaves(c, layer, first_layer))]
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (size,) if leaf.inputs is None else (size, leaf.inputs)
+        for leaf in leaves
+        for name, size in zip(leaf.names, leaf.outputs, strict=True)
+    }
+    if c.kind == "P-EAGLE":
+        shapes[MASK_HIDDEN] = _mask_hidden_shape(checkpoint, c)
+    optional: dict[str, tuple[int, ...]] = {DRAFT_TO_TARGET: (c.draft_vocab_size,)}
+    if c.kind != "DFlash":
+        optional |= {EMBEDDING: (c.vocab_size, c.hidden_size), LM_HEAD: (c.draft_vocab_size, c.hidden_size)}
+    if checkpoint.has(IN_DRAFT_VOCAB):  # of any shape: it only confirms d2t (`doubtful_map`)
+        optional[IN_DRAFT_VOCAB] = checkpoint.shape(IN_DRAFT_VOCAB)
+    return {name: shape for name, shape in optional.items() if checkpoint.has(name)} | shapes
+
+
+def _mask_hidden_shape(checkpoint: Checkpoint, config: DrafterConfig) -> tuple[int, ...]:
+    """Return the stored shape. Raises InputError unless it holds num_mask_hiddens vectors of aux_width values."""
+    shape, width, count = checkpoint.shape(MASK_HIDDEN), config.aux_width, config.num_mask_hiddens
+    if not shape or shape[-1] != width or np.prod(shape) != count * width:
+        raise InputError(
+            f"{checkpoint.directory}: tensor {MASK_HIDDEN} has shape {list(shape)}; expected [1, {count}, {width}], "
+            f"the width of {config.num_taps} hidden states of {config.target_hidden_size}"
+        )
+    return shape
 
 
 def _first_layer(checkpoint: Checkpoint, config: DrafterConfig) -> str:
@@ -99,7 +142,7 @@ def weight_bytes(directory: Path, dtype: DTypeLike, *, implementation: Implement
 
     Reads no weights. Raises InputError if the files cannot be read.
     """
-    checkpoint = read_checkpoint(directory)
+    checkpoint = open_drafter(directory)
     total = 0
     for name in checkpoint.names - {DRAFT_TO_TARGET, IN_DRAFT_VOCAB}:
         stored = checkpoint.dtype(name)
@@ -111,7 +154,7 @@ def weight_bytes(directory: Path, dtype: DTypeLike, *, implementation: Implement
 
 def shared_tensors(directory: Path) -> list[str]:
     """List the tensors that a drafter takes from its target: its embedding, its head. Reads no weights."""
-    checkpoint = read_checkpoint(directory).without_prefix(PREFIX)
+    checkpoint = open_drafter(directory)
     names = set() if is_dflash_config(checkpoint.config) else checkpoint.names
     return [name for name in (EMBEDDING, LM_HEAD) if name not in names]
 
@@ -182,42 +225,25 @@ class _Reader:
     dtype: jnp.dtype
     implementation: Implementation | None
 
-    def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Return the tensor as stored. Raises InputError if it does not hold floating-point numbers."""
-        stored = self.checkpoint.dtype(name)
-        if not jnp.issubdtype(stored, jnp.floating):
-            raise InputError(
-                f"{self.checkpoint.directory}: tensor {name} has dtype {stored}; expected floating-point weights "
-                "(quantised drafters are not supported)"
-            )
-        return self.checkpoint.take(name, shape)
-
     def leaves(self, leaves: Iterable[Leaf]) -> dict[str, Any]:
         return {leaf.field: self._leaf(leaf) for leaf in leaves}
 
     def _leaf(self, leaf: Leaf) -> jax.Array | PackedMatrix:
-        inputs = () if leaf.inputs is None else (leaf.inputs,)
-        parts = [self.take(name, (size, *inputs)) for name, size in zip(leaf.names, leaf.outputs, strict=True)]
+        parts = [self.checkpoint.take(name) for name in leaf.names]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return arrange(rows, self.dtype, self.implementation) if inputs else to_device(rows.astype(self.dtype))
+        vectors = leaf.inputs is None
+        return to_device(rows.astype(self.dtype)) if vectors else arrange(rows, self.dtype, self.implementation)
 
     def mask_hidden(self) -> jax.Array | None:
         if self.config.kind != "P-EAGLE":
             return None
-        name, width, count = MASK_HIDDEN, self.config.aux_width, self.config.num_mask_hiddens
-        shape = self.checkpoint.shape(name)
-        if not shape or shape[-1] != width or np.prod(shape) != count * width:
-            raise InputError(
-                f"{self.checkpoint.directory}: tensor {name} has shape {list(shape)}; expected [1, {count}, {width}], "
-                f"the width of {self.config.num_taps} hidden states of {self.config.target_hidden_size}"
-            )
-        return to_device(self.take(name).reshape(count, width).astype(self.dtype))
+        vectors = self.checkpoint.take(MASK_HIDDEN).reshape(self.config.num_mask_hiddens, -1)
+        return to_device(vectors.astype(self.dtype))
 
     def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
-        shape = (self.config.vocab_size, self.config.hidden_size)
         if self._stores(EMBEDDING):
-            return arrange_embedding(self.take(EMBEDDING, shape), self.dtype, self.implementation)
-        shared = self._shared(EMBEDDING, shared, shape)
+            return arrange_embedding(self.checkpoint.take(EMBEDDING), self.dtype, self.implementation)
+        shared = self._shared(EMBEDDING, shared, (self.config.vocab_size, self.config.hidden_size))
         return jnp.asarray(shared) if self.implementation == "native" else jnp.asarray(shared).astype(self.dtype)
 
     def lm_head(

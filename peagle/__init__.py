@@ -10,6 +10,7 @@ for piece in pair.stream("def mean(values): ..."):
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from peagle.ops import errors as _errors
 from peagle.ops import jax_workaround as _jax_workaround
 
 _jax_workaround.apply()
@@ -62,6 +63,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
+            _errors.refuse_shadowed()
             return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'peagle' has no attribute {name!r}")
 

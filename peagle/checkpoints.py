@@ -9,8 +9,8 @@ from typing import Literal
 
 from peagle.drafters.ngram import NGram
 from peagle.engine.speculation import Speculation, read_speculation
-from peagle.hub import cached, is_name
-from peagle.ops.checkpoint import CONFIG, fingerprint, read_checkpoint, read_json
+from peagle.hub import OF_DRAFTERS, OF_TARGETS, cached, is_name
+from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, fingerprint, read_json, weight_files
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.settings import naming
 from peagle.protocols import Drafter
@@ -50,7 +50,7 @@ def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
     elif name == DEMO:
         directory = DEMO_DIRECTORY / part
     else:
-        directory = cached(str(name)) if is_name(name) else Path(name)
+        directory = cached(str(name), _needed) if is_name(name) else Path(name)
         return drafter_folder(directory) if part == "drafter" else directory
     if not (directory / "config.json").is_file():
         raise InputError(
@@ -58,6 +58,15 @@ def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
             "--target and --drafter, or train the demo with scripts/demo"
         )
     return directory
+
+
+def _needed(snapshot: Path) -> list[str]:
+    """List the files that a target or a drafter of the Hub is read from, beside config.json."""
+    from drafter.dialects import is_drafter_config
+
+    of_kind = OF_DRAFTERS if is_drafter_config(read_json(snapshot, CONFIG)) else OF_TARGETS
+    weights = weight_files(snapshot)
+    return [*of_kind, *(weights if weights == [WEIGHTS] else [INDEX, *(weights or [WEIGHTS])])]
 
 
 def target_folder(name: str) -> Path | None:
@@ -158,10 +167,10 @@ def speculation_of(drafter: str | Path | None, directory: Path | None) -> Specul
 
 def drafter_speculation(drafter_directory: Path) -> Speculation:
     """Return the settings of K "auto" for a drafter with weights, within its block. Reads no weights."""
-    from drafter.dialects import parse_config
+    from drafter.dialects import open_drafter, parse_config
 
     speculation = read_speculation(drafter_directory)
-    most = parse_config(read_checkpoint(drafter_directory)).most_drafts
+    most = parse_config(open_drafter(drafter_directory)).most_drafts
     if most is None:
         return speculation
     return dataclasses.replace(speculation, num_drafts=min(speculation.num_drafts, most))

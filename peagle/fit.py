@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from peagle.config import AUTO, check_block
 from peagle.engine.speculation import OFF, SPECULATION_FILE, read_window
-from peagle.ops.checkpoint import Checkpoint, read_checkpoint
+from peagle.ops.checkpoint import Checkpoint
 from peagle.ops.errors import InputError, InputWarning
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ def check_fit(
     check. Raises InputError, naming both sides, if hidden size, vocabulary or aux layers do not fit, and for a K that
     exceeds the drafter's block.
     """
-    from drafter.dialects import parse_config
+    from drafter.load import inspect_drafter
     from target.load import inspect_target
 
-    target, checkpoint = inspect_target(target_directory).config, read_checkpoint(drafter_directory)
+    target = inspect_target(target_directory).config
+    checkpoint, drafter = inspect_drafter(drafter_directory, aux_layer_ids)
     layers = fitting_aux_layers(target, checkpoint, target_directory, drafter_directory, aux_layer_ids)
-    most = parse_config(checkpoint, aux_layer_ids).most_drafts
     for k in num_drafts:
-        check_block(k, most, str(drafter_directory))
+        check_block(k, drafter.most_drafts, str(drafter_directory))
     return layers
 
 
@@ -60,6 +60,7 @@ def fitting_aux_layers(
 ) -> AuxLayers:
     """See `check_fit`. target_name, drafter_name: for messages."""
     from drafter.dialects import TOP_AUX_LAYERS, default_dflash_layers, named_aux_layers, parse_config
+    from drafter.load import shared_tensors
     from target.config import default_aux_layer_ids
 
     drafter = parse_config(checkpoint, aux_layer_ids)
@@ -74,6 +75,8 @@ def fitting_aux_layers(
         raise other("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
     if drafter.vocab_size != target.vocab_size:
         raise other("its vocabulary has size", drafter.vocab_size, target.vocab_size)
+    if (shared := shared_tensors(checkpoint.directory)) and drafter.hidden_size != target.hidden_size:
+        raise other(f"it takes {shared[0]} from its target and has a width of", drafter.hidden_size, target.hidden_size)
     n, named = target.num_layers, named_aux_layers(checkpoint.config)
     if drafter.num_target_layers not in (None, n):
         raise other("its config.json says num_target_layers", drafter.num_target_layers, n)
@@ -140,8 +143,11 @@ def doubtful_aux_layers(
             f"drafts are accepted, try --aux-layer-ids {typed}, and if it helps write {used.written(outputs)} there"
         )
 
+    def names_layers(ids: "NamedAuxLayers") -> bool:
+        return min(ids.ids) >= ids.written((0,))[0] and (num_layers is None or max(ids.outputs) < num_layers)
+
     for other in named[1:]:
-        if other.outputs != used.outputs:
+        if names_layers(other) and other.outputs != used.outputs:
             return line(f"{other.key} {list(other.ids)}, which are {other.meaning}, name others", other.outputs)
     # all known defaults begin with the output of layer 1, which is the input of layer 2. Some exporters write inputs
     # under a key for outputs, or the reverse: ids that begin with another layer raise the doubt
@@ -149,9 +155,7 @@ def doubtful_aux_layers(
         return None
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
     unusual = min(used.ids) != 1 if used.are_outputs else min(used.ids) == 1
-    first = flipped.written((0,))[0]
-    fits = min(used.ids) >= first and (num_layers is None or max(flipped.outputs) < num_layers)
-    if unusual and fits:
+    if unusual and names_layers(flipped):
         if used.are_outputs and min(used.ids) != 2:
             return line("outputs usually begin with 1, and some exporters write inputs there", flipped.outputs)
         kind = "outputs" if flipped.are_outputs else "inputs"

@@ -6,7 +6,7 @@ a repository's top level: no code, no pickle.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +17,20 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import expect_room
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
+ADDRESS = re.compile(r"(?:(?:https?:/)?/?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)([^/]+/[^/?#@]+)|\w+://")
 WEIGHTS = ".safetensors"
-FILES = (
-    "config.json",
+CONFIG = "config.json"
+OF_DRAFTERS = ("speculation.json", "peagle_config.json")
+OF_TARGETS = (
     "generation_config.json",
-    "speculation.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "model.safetensors.index.json",
-    f"*{WEIGHTS}",
 )
+FILES = (CONFIG, *OF_DRAFTERS, *OF_TARGETS, "model.safetensors.index.json", f"*{WEIGHTS}")
 SUBFOLDERS = "*/*"  # they hold other formats of the same weights
 OFFLINE = "HF_HUB_OFFLINE"
 OURS = "ON"  # the value that `stay_offline` sets; other values are the user's, and are obeyed
@@ -47,7 +47,11 @@ class Remaining:
 
 
 def is_name(name: str | Path) -> bool:
-    """Check whether a name is OWNER/NAME and not an existing path."""
+    """Check whether a name is OWNER/NAME and not an existing path. Raises InputError for an address of the web."""
+    if (address := ADDRESS.match(str(name))) is not None and not Path(name).exists():
+        raise InputError(
+            f"{name} is an address; expected a directory, or OWNER/NAME: {address[1] or 'openai/gpt-oss-20b'}"
+        )
     return NAME.fullmatch(str(name)) is not None and not Path(name).exists()
 
 
@@ -59,12 +63,17 @@ def stay_offline() -> None:
     os.environ.setdefault(OFFLINE, OURS)
 
 
-def cached(name: str) -> Path:
-    """Return the snapshot of a repository in the local cache. Raises InputError if it is missing or incomplete."""
+def cached(name: str, needed: Callable[[Path], Iterable[str]]) -> Path:
+    """Return the snapshot of a repository in the local cache.
+
+    needed: lists the files of a snapshot with a config.json that are used, if the repository has them. Raises
+    InputError if there is no snapshot, or one of these files is missing; others may be.
+    """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(_snapshot(name, local_files_only=True))
+        snapshot = Path(_snapshot(name, [CONFIG], local_files_only=True))
+        return Path(_snapshot(name, [CONFIG, *needed(snapshot)], local_files_only=True))
     except LocalEntryNotFoundError:
         raise InputError(
             f"{name} is neither a directory nor, as a whole, in the local Hugging Face cache; expected a checkpoint: "
@@ -105,10 +114,10 @@ def cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _snapshot(name: str, **options: Any) -> Any:
+def _snapshot(name: str, files: Iterable[str] = FILES, **options: Any) -> Any:
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(name, allow_patterns=[*FILES], ignore_patterns=SUBFOLDERS, **options)
+    return snapshot_download(name, allow_patterns=[*files], ignore_patterns=SUBFOLDERS, **options)
 
 
 def _reporting(report: Callable[[int], None]) -> type:

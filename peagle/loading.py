@@ -318,7 +318,7 @@ def with_drafter(
         config, window_description = windowed(config, window, by_option=drafter_window != AUTO)
         warn_of_windows(config, plain.max_positions)
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
-        reads = (None if layers is None else layers.outputs, config.windows, drafted)
+        reads = (None if layers is None else layers.outputs, config, drafted)
         drafter_fingerprint = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *reads)
         if (other := another_target(drafter_directory, target_directory)) is not None:
             warnings.warn(other, InputWarning, stacklevel=2)

@@ -148,10 +148,10 @@ class TargetCheckpoint(NamedTuple):
 
 
 def open_target(directory: Path) -> TargetCheckpoint:
-    """Open a checkpoint, read its config.json and check its tensors' names and shapes.
+    """Open a checkpoint, read its config.json and check its tensors' names, shapes and dtypes.
 
     Raises InputError for a config.json that is not GPT-OSS's, and for tensors that are missing, surplus or of another
-    shape.
+    shape or dtype.
     """
     checkpoint = read_checkpoint(directory)
     original = "model_type" not in checkpoint.config and checkpoint.has(ORIGINAL.names["embedding"])
@@ -173,6 +173,12 @@ def open_target(directory: Path) -> TargetCheckpoint:
     mxfp4 = any(name.endswith(dialect.scales) for name in checkpoint.names)
     files = TargetCheckpoint(checkpoint, dialect, config, mxfp4)
     checkpoint.expect({name: shape for name, (_, shape) in files.tensors.items()})
+    for name, (kind, _) in files.tensors.items():
+        dtype = checkpoint.dtype(name)
+        right = dtype.name == "uint8" if kind.mxfp4 else dtype.kind in "fV"  # V: bfloat16
+        if not right:
+            expected = "uint8" if kind.mxfp4 else "floats"
+            raise InputError(f"{checkpoint.directory}: tensor {name} has dtype {dtype}; expected {expected}")
     return files
 
 

@@ -286,7 +286,6 @@ class _Reader:
         )
 
     def _floats(self, name: str) -> np.ndarray:
-        self._expect_floats(name)
         kind, shape = self.tensors[name]
         if not self.part.has(kind):
             self.checkpoint.ignore(name)
@@ -297,11 +296,6 @@ class _Reader:
         """Read a tensor of one local expert after the other."""
         kind, shape = self.tensors[name]
         return self.checkpoint.parts(name, shape, self.part.cuts(kind))
-
-    def _expect_floats(self, name: str) -> None:
-        dtype = self.checkpoint.dtype(name)
-        if dtype.kind not in "fV":  # V: bfloat16
-            raise InputError(f"{self.checkpoint.directory}: tensor {name} has dtype {dtype}; expected floats")
 
     def _vector(self, *names: str) -> jax.Array:
         return to_device(np.concatenate([self._floats(name).astype(self.dtype) for name in names]))
@@ -314,9 +308,6 @@ class _Reader:
     def _packed_experts(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Read (blocks, scales) of one expert after the other."""
         names = [name + self.dialect.blocks, name + self.dialect.scales]
-        for stored in names:
-            if (dtype := self.checkpoint.dtype(stored)) != np.uint8:
-                raise InputError(f"{self.checkpoint.directory}: tensor {stored} has dtype {dtype}; expected uint8")
         for blocks, scales in zip(*map(self._by_expert, names), strict=True):
             if np.any(scales == NAN_SCALE):
                 raise InputError(
@@ -330,7 +321,6 @@ class _Reader:
             for blocks, scales in self._packed_experts(name):
                 yield dequantize(blocks, scales).T
         else:
-            self._expect_floats(name)
             yield from self._by_expert(name)
 
     def _packed(self, names: Mapping[str, str], _: Layout) -> Experts:

@@ -10,9 +10,10 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code (`peagle.cli.app.main`).
 
-    After Ctrl-C, SIGTERM or SIGHUP, also during imports: 130, 143 or 129.
+    After Ctrl-C, SIGTERM or SIGHUP, also during imports: 130, 143 or 129. arguments: None: those of the process, which
+    ends afterwards.
     """
-    with interrupt.handled():
+    with interrupt.handled(until_exit=arguments is None):
         try:
             from peagle.cli import app
 

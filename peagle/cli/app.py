@@ -29,7 +29,7 @@ from peagle.cli.command import (
 )
 from peagle.cli.output import say
 from peagle.hub import stay_offline
-from peagle.ops.errors import InputError, InputWarning, cannot_start, is_of_backend
+from peagle.ops.errors import InputError, InputWarning, cannot_start, is_of_backend, refuse_shadowed
 from peagle.ops.files import reason_of
 from peagle.ops.jax_workaround import MiscompilingJaxError
 
@@ -45,7 +45,7 @@ GENERATE, TRAIN, MEASURE = (
     Group(name, sort_key=index)
     for index, name in enumerate(("Generate and serve", "Train drafters", "Measure and inspect"))
 )
-DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False, allow_repeating=True)
+DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False)
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
+        refuse_shadowed()
+        _refuse_undecodable(typed)
         return _run(typed)
     except (InputError, MiscompilingJaxError) as error:
         return _complain(str(error))
@@ -144,6 +146,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--slots, or load smaller weights with --experts packed or --dtype bfloat16"
             )
         raise
+
+
+def _refuse_undecodable(typed: Sequence[str]) -> None:
+    """Raise InputError if this Python does not read names as UTF-8, and an argument or the folder is not ASCII.
+
+    Such names are no text, which libraries refuse with errors of their own.
+    """
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and not "".join([*typed, os.getcwd()]).isascii():
+        raise InputError(
+            f"this Python reads arguments and names of files as {encoding}, and one of them is not ASCII; expected "
+            "UTF-8: set PYTHONUTF8=1"
+        )
 
 
 def _run(typed: list[str]) -> int:

@@ -161,6 +161,7 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
             converter=_read_int if option.parsed_type in (int, int | None) else None,
             show_default=False if default is None else lambda _: default,
             required=option.required,
+            allow_repeating=True if option.kind is bool else None,  # None: only options of several values
         )
         if option.is_argument and option.repeats:  # as *arguments, so that options may stand between them
             (item, _) = get_args(option.parsed_type)
@@ -215,15 +216,19 @@ def normalize(typed: Sequence[str], words: Sequence[str], options: Sequence[Opti
     """Rewrite a command line as cyclopts expects it: --option=VALUE first, then the arguments in their order.
 
     Otherwise cyclopts takes the argument - for an option, and the value -- for the end of the options. words: the
-    command. Raises InputError for a value of an option that takes none.
+    command. Raises InputError for a value of an option that takes none, and for two of an option that takes one.
     """
     flags = {name for option in options if option.kind is bool for name in option.names} | set(HELP_FLAGS)
-    taking = {name for option in options if option.kind is not bool for name in (*option.names, option.flag.old)}
+    taking = {name: option for option in options if option.kind is not bool for name in option.names}
+    taking |= {option.flag.old: option for option in options if option.flag.old is not None}
     normalized: list[str] = []
     arguments: list[str] = []
+    values: dict[str, str] = {}  # of the options that take one
     rest = iter(typed)
     for word in rest:
         name = word.partition("=")[0]
+        if word.startswith("--"):  # --max_new_tokens, as cyclopts reads it
+            name, word = name.replace("_", "-"), name.replace("_", "-") + word[len(name) :]
         if word == "--":
             arguments += rest
         elif not word.startswith("-") or word[1:2] in "0123456789":  # "" is in it, so a lone dash is an argument
@@ -234,10 +239,26 @@ def normalize(typed: Sequence[str], words: Sequence[str], options: Sequence[Opti
             if not word.startswith("--") and all(f"-{letter}" in flags for letter in word[1:-1]):  # -qn 3
                 normalized += [f"-{letter}" for letter in word[1:-1]]
                 word = f"-{word[-1]}"
-            value = next(rest, None) if word in taking else None
-            normalized.append(word if value is None else f"{word}={value}")
+            elif word == name and word[:2] in taking:  # -k3
+                word = f"{word[:2]}={word[2:]}"
+            if word in taking and (value := next(rest, None)) is not None:
+                word = f"{word}={value}"
+            normalized.append(word)
+            _refuse_second(word, taking, values, words)
     separator = ["--"] if options and any(argument.startswith("-") for argument in arguments) else []
     return [*normalized, *separator, *arguments]
+
+
+def _refuse_second(word: str, taking: Mapping[str, Option], values: dict[str, str], words: Sequence[str]) -> None:
+    """Raise InputError if --option=VALUE is the second value of an option that takes one. values: those so far."""
+    name, equals, value = word.partition("=")
+    option = taking.get(name)
+    if option is None or option.repeats or not equals:
+        return
+    key = name if name == option.flag.old else option.names[0]
+    if key in values:
+        raise InputError(f"{key} is given twice, {values[key]} and {value}; leave one out {_help_hint(words)}")
+    values[key] = value
 
 
 def build_command(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:

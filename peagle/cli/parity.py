@@ -16,12 +16,13 @@ LOADED = Takes(("aux_layer_ids", "drafter_window", "target", "download", "dtype"
 class Parity:
     """Check a pair against references; explain low acceptance.
 
-    Compares the target with transformers layer by layer (if torch is installed),
-    the drafter with a float64 reference, and the engine with both. Then reads the
-    drafter in other ways: aux layers off by one, another mask token, norm,
-    vocabulary map, the target's embedding, raw prompts. If a reading is accepted
-    more often, it is a likely cause, and the report says what to change in the
-    checkpoint. Exit code 1 if there is a difference or a likely cause.
+    Compares the target's layers, final norm and logits with transformers (if torch
+    is installed), the drafter with a float64 reference, and the tokens and drafts
+    of the engine with both. Then reads the drafter in other ways: aux layers off by
+    one, another mask token, norm, vocabulary map, the target's embedding, raw
+    prompts. If a reading is accepted more often, it is a likely cause, and the
+    report says what to change in the checkpoint. Exit code 1 if there is a
+    difference or a likely cause.
 
     [bold]Examples[/bold]
 

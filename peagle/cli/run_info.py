@@ -8,8 +8,7 @@ import numpy as np
 
 from drafter.config import DrafterConfig
 from drafter.dialects import is_drafter_config, named_aux_layers
-from drafter.dialects import parse_config as parse_drafter
-from drafter.load import doubtful_map
+from drafter.load import doubtful_map, inspect_drafter
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
@@ -32,7 +31,7 @@ from peagle.engine.speculation import SPECULATION_FILE
 from peagle.fit import chosen_window, describe_aux_layers, doubtful_aux_layers, fitting_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
-from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
+from peagle.ops.checkpoint import CONFIG, Checkpoint, read_json, weight_files
 from peagle.ops.errors import InputError
 from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.ops.memory import available_memory_bytes, format_size
@@ -65,7 +64,7 @@ def inspect(settings: Info) -> int:
     targets, drafters = [], []
     for name, path in paths:
         if is_drafter_config(read_json(path, CONFIG)):
-            drafters.append((name, path, read_checkpoint(path)))
+            drafters.append((name, path, *inspect_drafter(path, aux_layer_ids)))
         else:
             targets.append((name, path, inspect_target(path)))
     _check_kinds(settings, len(targets), len(drafters), [name for name, _ in paths])
@@ -76,8 +75,7 @@ def inspect(settings: Info) -> int:
             rows += mesh_rows(files, shape, device, slots, settings.context)
         tables[path] = "GPT-OSS target", rows
     doubts = []
-    for name, path, checkpoint in drafters:
-        config = parse_drafter(checkpoint, aux_layer_ids)
+    for name, path, checkpoint, config in drafters:
         tables[path] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
         doubts.append(doubtful_map(checkpoint, config))
         if not targets and aux_layer_ids is None:
@@ -85,12 +83,13 @@ def inspect(settings: Info) -> int:
     for name, path in paths:
         _print_table(name, *tables[path])
     if targets and drafters:
-        (target_name, target_path, target), (drafter_name, drafter_path, drafter) = targets[0], drafters[0]
+        (target_name, target_path, target), (drafter_name, drafter_path, drafter, _) = targets[0], drafters[0]
         layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
         show_lines([f"They fit: the drafter reads the outputs of the target's layers {_list(layers.outputs)}."])
         doubts += [layers.doubt, another_target(drafter_path, target_path)]
     if settings.role is not None:
-        rows = engine_rows(settings, slots, targets[0][1:], drafters[0][1:] if drafters else None)
+        drafting = (drafters[0][1], drafters[0][3]) if drafters else None
+        rows = engine_rows(settings, slots, targets[0][1:], drafting)
         _print_table(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
     show_lines([f"WARNING: {doubt}" for doubt in doubts if doubt is not None])
     return 0
@@ -237,7 +236,7 @@ def drafter_rows(
 
 
 def engine_rows(
-    settings: Info, slots: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, Checkpoint] | None
+    settings: Info, slots: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, DrafterConfig] | None
 ) -> Rows:
     """Make the rows of an engine of --role: the pages that its slots reserve, and the tokens that fit into memory."""
     assert settings.role is not None
@@ -252,8 +251,7 @@ def engine_rows(
     )
     models = [target_pages(target[1].config, INT8)]
     if drafter is not None:
-        path, checkpoint = drafter
-        unwindowed = parse_drafter(checkpoint, settings.load.aux_layer_ids)
+        path, unwindowed = drafter
         drafter_config, _ = windowed(unwindowed, chosen_window(path, AUTO), by_option=False)
         models.append(_drafter_pages(drafter_config))
         weights += drafter_weight_bytes(path, _dtype(), implementation=for_weights())
@@ -345,10 +343,7 @@ def _memory_of(num_values: int) -> str:
 
 
 def _disk_bytes(path: Path) -> int:
-    if (path / WEIGHTS).is_file():
-        return (path / WEIGHTS).stat().st_size
-    shards = set(read_json(path, INDEX)["weight_map"].values())
-    return sum((path / shard).stat().st_size for shard in shards)
+    return sum((path / file).stat().st_size for file in weight_files(path))
 
 
 def _print_table(name: str, kind: str, rows: Rows) -> None:

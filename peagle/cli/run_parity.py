@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import cast
 
+from drafter.dialects import open_drafter
 from drafter.propose import AnyDrafter
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import record
@@ -16,12 +17,11 @@ from peagle.cli.parity import Parity
 from peagle.cli.results import SCHEMA, dumps
 from peagle.fit import check_fit
 from peagle.measure.provenance import provenance
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
-from peagle.workflows.hf_reference import layer_by_layer
-from peagle.workflows.parity_check import Findings, ParityConfig, draft_texts, examine
+from peagle.workflows.hf_reference import TargetParity, compare_target
+from peagle.workflows.parity_check import Findings, ParityConfig, draft_texts, emitted_texts, examine
 
 
 def compare(settings: Parity) -> int:
@@ -51,28 +51,33 @@ def compare(settings: Parity) -> int:
     model = cast(AnyDrafter, pair.drafter)
     with display.stage("decoding", animated=False):
         drafted = draft_texts(pair, conversations, config, raw=config.raw)
-    with display.stage("comparing the target layer by layer"):
-        text = drafted.texts[0].token_ids
-        layers = layer_by_layer(resolve(target, "target"), text, drafted.hiddens[0], pair.loaded.dtype)
+    with display.stage("comparing the target", animated=False) as progress:
+        along = emitted_texts(pair, drafted)
+        directory, number = resolve(target, "target"), len(drafted.texts)
+        compared = compare_target(directory, along, pair.loaded.dtype, lambda done: progress(done, number))
     with display.stage("comparing the drafter", animated=False) as progress:
-        findings = examine(pair, model, read_checkpoint(path), drafted, conversations, config, progress)
-    lines = [*layers.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
+        findings = examine(pair, model, open_drafter(path), drafted, conversations, config, progress)
+    lines = [*compared.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
     lines += _report_lines(findings, settings)
     if prompts.skipped:
         lines.append(f"left out     {skipped_line(prompts.skipped)}")
     if json_file is not None:
-        content = {
-            "schema": SCHEMA,
-            "provenance": provenance(),
-            "config": {**record(settings), "prompts": settings.prompts and settings.prompts.name},
-            "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
-            "target": dataclasses.asdict(layers),
-            "drafter": dataclasses.asdict(findings),
-        }
-        json_file.write(dumps(content))
+        json_file.write(_as_json(settings, prompts, compared, findings))
     if settings.json != STANDARD_OUTPUT:
         show_lines(lines, SUMMARY_INDENT)
-    return 0 if findings.fine and layers.fine else 1
+    return 0 if findings.fine and compared.fine else 1
+
+
+def _as_json(settings: Parity, prompts: PromptSet, compared: TargetParity, findings: Findings) -> str:
+    content = {
+        "schema": SCHEMA,
+        "provenance": provenance(),
+        "config": {**record(settings), "prompts": settings.prompts and settings.prompts.name},
+        "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
+        "target": dataclasses.asdict(compared),
+        "drafter": dataclasses.asdict(findings),
+    }
+    return dumps(content)
 
 
 def _report_lines(findings: Findings, settings: Parity) -> Iterator[str]:

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from peagle.config import GREEDY_BELOW, MOST_LOGPROBS
-from peagle.ops.draw import draw
+from peagle.ops.draw import KEYS, draw
 from peagle.ops.likeliest import argmax
 
 
@@ -159,7 +159,7 @@ def draw_keys(sampling: RowSampling, index: Int[Array, "B T"]) -> UInt32[Array, 
     """Make keys of draws from (seed, request index, token index) alone: no slot, K or other request changes a draw."""
 
     def one(seed: jax.Array, request: jax.Array, token_index: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request), token_index)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=KEYS), request), token_index)
         return jax.random.key_data(key)
 
     return jax.vmap(jax.vmap(one, (None, None, 0)))(sampling.seed, sampling.index, index)

@@ -1,7 +1,7 @@
 """Read and write checkpoints in the Hugging Face layout: config.json beside safetensors files.
 
-A directory is not trusted: no pickle, no code, no shard outside of the directory. Missing and surplus tensors are
-errors. Bad files raise InputError.
+Downloaded files are not trusted: no pickle, no code, no path in an index. Links are the owner's, and are followed.
+Missing and surplus tensors are errors. Bad files raise InputError.
 """
 
 import dataclasses
@@ -236,7 +236,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """Open the checkpoint in a directory: check every weights file's header and the index, read no tensor yet.
 
     Weights are `model.safetensors`, or the shards that `model.safetensors.index.json` names. Raises InputError for
-    files that are missing, corrupt, or outside the directory.
+    files that are missing or corrupt, and for an index that names a path.
     """
     directory = Path(directory)
     config = read_json(directory, CONFIG)
@@ -350,14 +350,26 @@ def _open(path: Path) -> Any:
         ) from None
 
 
-def _open_shards(directory: Path) -> dict[str, Any]:
-    index = read_json(directory, INDEX)
-    weight_map = index.get("weight_map")
+def weight_files(directory: Path) -> list[str]:
+    """List the files that hold a checkpoint's weights; empty if there are none. Raises InputError for a bad index."""
+    if (directory / WEIGHTS).is_file():
+        return [WEIGHTS]
+    return sorted(set(_weight_map(directory).values())) if (directory / INDEX).is_file() else []
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Read which shard holds each tensor. Raises InputError if the index does not say so."""
+    weight_map = read_json(directory, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise InputError(f"{directory / INDEX} has no weight_map from tensor names to file names")
+    return weight_map
+
+
+def _open_shards(directory: Path) -> dict[str, Any]:
+    weight_map = _weight_map(directory)
     shard_of: dict[str, Any] = {}
     for shard in sorted(set(weight_map.values())):
-        weights = _open(_inside(directory, shard))
+        weights = _open(_shard(directory, shard))
         named = {name for name, file in weight_map.items() if file == shard}
         held = set(weights.keys())
         if absent := named - held:
@@ -370,24 +382,16 @@ def _open_shards(directory: Path) -> dict[str, Any]:
     return shard_of
 
 
-def _inside(directory: Path, shard: str) -> Path:
-    """Return the path of a shard that the index names. Raises InputError if it is not a file in the directory.
+def _shard(directory: Path, name: str) -> Path:
+    """Return the path of a shard that the index names. Raises InputError if it is not the name of a file beside it.
 
-    A link may point within the directory; in a snapshot of the Hugging Face cache also to its blobs.
+    The file may be a link to any place, as the directory's owner made it; an index comes with the download.
     """
-    path, home = directory / shard, directory.resolve()
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
-    outside = Path(shard).is_absolute() or ".." in Path(shard).parts or "\0" in shard
-    if outside or not any(path.resolve().is_relative_to(root) for root in allowed):
-        raise InputError(
-            f"{directory / INDEX} names the shard {shard!r}, which lies outside of the directory; expected a file "
-            "inside: copy it there"
-        )
-    if not path.is_file():
-        raise InputError(f"{directory / INDEX} names the shard {shard!r}, but there is no such file; fetch it again")
-    return path
+    if Path(name).name != name or "\0" in name:
+        raise InputError(f"{directory / INDEX} names the shard {name!r}; expected the name of a file in its directory")
+    if not (directory / name).is_file():
+        raise InputError(f"{directory / INDEX} names the shard {name!r}, but there is no such file; fetch it again")
+    return directory / name
 
 
 def _write_weights(

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from peagle.ops import native
 from peagle.ops.likeliest import NO_TOKEN, argmax
 
+KEYS = "threefry2x32"  # two words; jax's default is a setting of the environment, on which no draw may depend
+
 
 def draw(
     weights: Float[Array, "B T V"], keys: UInt32[Array, "B T 2"], token_ids: Int[Array, " V"] | None = None

@@ -1,7 +1,10 @@
 """The error and the warning for bad input."""
 
+import importlib.util
 import os
+import sys
 import traceback
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -29,6 +32,20 @@ def not_installed(what: str, package: str, extra: str) -> InputError:
     No package index has peagle, so the message tells how to install the extra from a checkout.
     """
     return InputError(f"{what} {package}, which is not installed; in the checkout of peagle: pip install '.[{extra}]'")
+
+
+def refuse_shadowed() -> None:
+    """Raise InputError if another module is imported in place of this project's packages target and drafter."""
+    home = Path(__file__).resolve().parents[2]
+    for name in ("target", "drafter"):
+        module = sys.modules.get(name)
+        spec = importlib.util.find_spec(name) if module is None else None
+        origin = getattr(module, "__file__", None) if spec is None else spec.origin
+        if origin is not None and Path(origin).resolve().parent != home / name:
+            raise InputError(
+                f"{origin} is imported in place of peagle's own package {name}; rename it, or start Python in another "
+                "folder"
+            )
 
 
 def cannot_start(error: Exception) -> str:

@@ -36,8 +36,11 @@ def heeded() -> list[signal.Signals]:
 
 
 @contextmanager
-def handled() -> Iterator[None]:
+def handled(until_exit: bool = False) -> Iterator[None]:
     """Make the first signal set the flag, and the second end the process.
+
+    until_exit: the process ends after the block, and libraries clean up; a signal then ends it at once, without a
+    traceback.
 
     The second acts at once, even during a compilation: a thread reads each signal as it arrives, whereas a handler in
     Python waits until the main thread returns from a library. Does nothing outside of the main thread.
@@ -57,7 +60,7 @@ def handled() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if until_exit else handler)
         signal.set_wakeup_fd(wakeup)
         os.close(writing)
         thread.join()

@@ -52,9 +52,13 @@ def check() -> Iterator[Finding]:
 
 
 def check_kernels() -> Finding:
-    """Name the implementation that runs. What is slower than it could be is a failure, unless a setting chose it."""
+    """Name the implementation that runs. Kernels that are there and do not run are a failure, unless a setting says so.
+
+    A CPU without compiled kernels runs XLA's code, which is slower and right.
+    """
     in_graphs = not graphs.status()[1] or graphs.chosen_by_user()
-    return Finding("kernels", in_graphs and (_kernels_run() or native.wants_xla()), describe_kernels())
+    none_here = jax.default_backend() == "cpu" and not native.compiled()
+    return Finding("kernels", in_graphs and (_kernels_run() or native.wants_xla() or none_here), describe_kernels())
 
 
 def check_logits(size: str) -> Iterator[Finding]:

@@ -1,68 +1,164 @@
-"""Compare a target with the GPT-OSS of transformers, if torch is installed.
+"""Compare a target, and the tokens that the engine emitted, with the GPT-OSS of transformers, if torch is installed.
 
 No other module of the packages may import torch.
 """
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from peagle.ops import interrupt
 from peagle.ops.memory import available_memory_bytes, format_size
 from target.load import inspect_target
 
-# by our dtype, the largest difference from the float32 reference that counts as equal, in standard deviations of a
-# layer's output
-CLOSE = {"float32": 2e-2, "bfloat16": 0.5}
+# by our dtype: the token of a text whose difference counts, and the most that counts as equal, in standard deviations
+# of an output. bfloat16 routes some tokens to other experts than the float32 reference, and their outputs are far off
+CLOSE = {"float32": ("largest", 2e-2), "bfloat16": ("median", 0.1)}
+OF_TOKENS: dict[str, Callable[[np.ndarray], Any]] = {"largest": np.max, "median": np.median}
+INDENT = " " * 13  # of lines below a label
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers:
-    """Differences of our hidden states from the reference's, layer by layer."""
+class Outputs:
+    """The outputs of a target along a text of n tokens."""
+
+    layers: np.ndarray  # [n, L, D]
+    norm: np.ndarray  # [n, D], of the final norm
+    logits: np.ndarray  # [m, V], of the last m tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class EmittedText:
+    """A prompt with the engine's greedy answer: the last m - 1 tokens."""
+
+    token_ids: np.ndarray  # [n] int32
+    ours: Outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongToken:
+    """A token of the engine that the reference would not emit there."""
+
+    text: int
+    position: int  # in the text
+    engine: int  # token id
+    reference: int  # token id
+    behind: float  # its logit below the reference's largest one, in standard deviations of the logits
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetParity:
+    """Differences from the reference: of the layers in turn, of the final norm, of the logits, and of the tokens."""
 
     reference: str | None  # None: not compared
     why_not: str | None
-    max_difference: tuple[float, ...] = ()  # in standard deviations of the layer's output
-    cosine: tuple[float, ...] = ()  # the least of any token
-    close: float = 0.0  # as CLOSE
+    outputs: tuple[str, ...] = ()
+    difference: tuple[float, ...] = ()  # by output, in its standard deviations: of the largest or median token
+    close: float = 0.0  # the most that counts as equal
+    num_tokens: int = 0  # that the engine emitted
+    wrong_tokens: tuple[WrongToken, ...] = ()
 
     @property
     def first_wrong(self) -> int | None:
-        """The first layer whose output differs from the reference's."""
-        return next((layer for layer, most in enumerate(self.max_difference) if most > self.close), None)
+        """The index of the first output that differs from the reference's; those after it depend on it."""
+        return next((place for place, most in enumerate(self.difference) if not most <= self.close), None)
 
     @property
     def fine(self) -> bool:
-        return self.first_wrong is None
+        return self.first_wrong is None and not self.wrong_tokens
 
     @property
-    def lines(self) -> list[str]:
+    def lines(self) -> Iterator[str]:
+        """Describe the comparison."""
+        wrong = self.first_wrong
         if self.reference is None:
-            return [f"target       not compared: {self.why_not}"]
-        if self.fine:
-            return [
-                f"target       the same as {self.reference} in {len(self.max_difference)} layers: largest difference "
-                f"{max(self.max_difference):.1e} of a layer's spread, cosine {min(self.cosine):.6f}"
-            ]
-        layer = self.first_wrong or 0
-        return [
-            f"target       DIFFERENT from {self.reference} from layer {layer} on: {self.max_difference[layer]:.1e} of "
-            f"the layer's spread, cosine {self.cosine[layer]:.6f}"
-        ]
+            yield f"target       not compared: {self.why_not}"
+        elif wrong is None:
+            yield (
+                f"target       the same as {self.reference} in {len(self.outputs) - 2} layers, the final norm and the "
+                f"logits: differences up to {max(self.difference):.1e} of an output's spread"
+            )
+        else:
+            yield (
+                f"target       DIFFERENT from {self.reference} from {self.outputs[wrong]} on: "
+                f"{self.difference[wrong]:.1e} of its spread; expected {self.close:g} at most"
+            )
+        if self.reference is not None:
+            yield from self._lines_of_tokens()
+
+    def _lines_of_tokens(self) -> Iterator[str]:
+        if not self.wrong_tokens:
+            yield f"{INDENT}the engine's {self.num_tokens} tokens are {self.reference}' greedy ones"
+            return
+        first = self.wrong_tokens[0]
+        yield (
+            f"{INDENT}{len(self.wrong_tokens)} of the engine's {self.num_tokens} tokens are NOT {self.reference}' "
+            f"greedy ones, first in text {first.text}, position {first.position}: token {first.engine}, expected "
+            f"{first.reference}, whose logit is {first.behind:.2f} of the spread larger"
+        )
 
 
-def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, dtype: str) -> Layers:
-    """Compare our layer outputs, hidden [n, L, D], with those of transformers' model.
-
-    Leaves out the last layer, whose output transformers returns only after the final norm.
-    """
+def compare_target(
+    directory: Path, texts: Iterable[EmittedText], dtype: str, progress: Callable[[int], None] = lambda _: None
+) -> TargetParity:
+    """Run transformers' model along the texts, and compare. progress: called with the number of texts done."""
     if importlib.util.find_spec("torch") is None:
-        return Layers(None, "transformers' model needs torch, which is not installed; pip install torch")
+        return TargetParity(None, "transformers' model needs torch, which is not installed; pip install torch")
     needed = 4 * inspect_target(directory).num_parameters
     if needed > available_memory_bytes():
-        return Layers(None, f"transformers' model takes {format_size(needed)} in float32, more than is available")
+        return TargetParity(None, f"transformers' model takes {format_size(needed)} in float32, more than is available")
+    try:
+        model = _load(directory)
+    except Exception as error:  # transformers raises many kinds
+        return TargetParity(None, f"transformers cannot read it: {' '.join(str(error).split())[:200]}")
+    of_token, close = CLOSE[dtype]
+    figures: list[dict[str, float]] = []
+    wrong: list[WrongToken] = []
+    num_tokens = 0
+    for number, text in enumerate(texts):
+        interrupt.check()
+        theirs = _outputs(model, text.token_ids, len(text.ours.logits))
+        off = differences(text.ours, theirs)
+        figures.append({name: float(OF_TOKENS[of_token](by_token)) for name, by_token in off.items()})
+        errors = np.abs(text.ours.logits - theirs.logits).max(axis=-1)
+        if figures[-1]["the logits"] > close:  # these are no rounding
+            errors = np.zeros_like(errors)
+        wrong += wrong_tokens(number, text.token_ids, theirs.logits, errors, close)
+        num_tokens += len(theirs.logits) - 1
+        progress(number + 1)
+    names = tuple(figures[0])
+    difference = tuple(max(figure[name] for figure in figures) for name in names)
+    return TargetParity("transformers", None, names, difference, close, num_tokens, tuple(wrong))
+
+
+def differences(ours: Outputs, theirs: Outputs) -> dict[str, np.ndarray]:
+    """Compute by output the differences of all tokens: root mean squares, in standard deviations of the output."""
+    pairs = {f"layer {layer}": (ours.layers[:, layer], rows) for layer, rows in enumerate(theirs.layers.swapaxes(0, 1))}
+    pairs |= {"the final norm": (ours.norm, theirs.norm), "the logits": (ours.logits, theirs.logits)}
+    return {name: np.sqrt(np.mean((mine - other) ** 2, axis=-1)) / other.std() for name, (mine, other) in pairs.items()}
+
+
+def wrong_tokens(
+    number: int, token_ids: np.ndarray, logits: np.ndarray, errors: np.ndarray, close: float
+) -> Iterator[WrongToken]:
+    """Yield the emitted tokens that are not the likeliest by the reference's logits [m, V], nor tie with it.
+
+    Two logits tie if rounding may change their order: if they are nearer than twice our error in this row, errors [m],
+    or twice `close`, in standard deviations of the logits.
+    """
+    start, spread = len(token_ids) - len(logits) + 1, float(logits.std())
+    for row, emitted in enumerate(token_ids[start:].tolist()):
+        behind = float(logits[row].max() - logits[row, emitted]) / spread
+        if not behind <= 2 * max(float(errors[row]) / spread, close):
+            yield WrongToken(number, start + row, emitted, int(logits[row].argmax()), behind)
+
+
+def _load(directory: Path) -> Any:
+    """Load transformers' model in float32."""
     import torch
     import transformers
     from transformers.utils import logging
@@ -71,23 +167,23 @@ def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, d
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     eager: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    try:
-        quantised = (
-            hf.Mxfp4Config(dequantize=True)
-            if "quantization_config" in (directory / "config.json").read_text()
-            else None
-        )
-        model = hf.GptOssForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, quantization_config=quantised, local_files_only=True, **eager
-        ).eval()
-    except Exception as error:  # transformers raises many kinds
-        return Layers(None, f"transformers cannot read it: {' '.join(str(error).split())[:200]}")
+    is_quantised = "quantization_config" in (directory / "config.json").read_text(encoding="utf-8")
+    quantised = hf.Mxfp4Config(dequantize=True) if is_quantised else None
+    return hf.GptOssForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, quantization_config=quantised, local_files_only=True, **eager
+    ).eval()
+
+
+def _outputs(model: Any, token_ids: Sequence[int] | np.ndarray, num_logits: int) -> Outputs:
+    """Run transformers' model along a text. Its own last hidden state is that after the final norm."""
+    import torch
+
+    around_norm: list[Any] = []
+    hook = model.model.norm.register_forward_hook(lambda _, rows, normed: around_norm.extend((rows[0], normed)))
+    ids = torch.from_numpy(np.asarray(token_ids, np.int64)[None])
     with torch.no_grad():
-        out = model(torch.from_numpy(token_ids[None].astype(np.int64)), output_hidden_states=True, use_cache=False)
-    differences, cosines = [], []
-    for layer, state in enumerate(out.hidden_states[1:-1]):
-        ours, theirs = hidden[:, layer], state[0].float().numpy()
-        differences.append(float(np.abs(ours - theirs).max() / theirs.std()))
-        dots = (ours * theirs).sum(-1) / np.linalg.norm(ours, axis=-1) / np.linalg.norm(theirs, axis=-1)
-        cosines.append(float(dots.min()))
-    return Layers("transformers", None, tuple(differences), tuple(cosines), CLOSE[dtype])
+        out = model(ids, output_hidden_states=True, use_cache=False, logits_to_keep=num_logits)
+    hook.remove()
+    last, normed = around_norm
+    layers = np.stack([state[0].float().numpy() for state in (*out.hidden_states[1:-1], last)], axis=1)
+    return Outputs(layers, normed[0].float().numpy(), out.logits[0].float().numpy())

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig, Kind
-from drafter.dialects import default_dflash_layers, parse_config
-from drafter.load import load_drafter, shared_tensors
+from drafter.dialects import default_dflash_layers
+from drafter.load import inspect_drafter, load_drafter, shared_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.train.config import DrafterShape, KindName, TrainConfig
 from drafter.train.shards import Document
@@ -21,7 +21,7 @@ from peagle.checkpoints import resolve
 from peagle.config import AUTO
 from peagle.engine.request import fold_seed
 from peagle.fit import chosen_window, fitting_aux_layers, parse_window, windowed
-from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.draw import KEYS
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig
 from peagle.workflows.dataset import chosen_aux_layers
@@ -75,8 +75,7 @@ def _config_of_init(
     shape: DrafterShape, init: str, kind: Kind | None, target: TargetConfig, directory: Path
 ) -> DrafterConfig:
     """Read the config of --init, and check it against the target and the other options."""
-    checkpoint = read_checkpoint(resolve(init, "drafter"))
-    config = parse_config(checkpoint, shape.aux_layer_ids)
+    checkpoint, config = inspect_drafter(resolve(init, "drafter"), shape.aux_layer_ids)
     if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise InputError(f"--init {init} does not fit the target; use a drafter of this target")
     if kind not in (None, config.kind):
@@ -241,7 +240,7 @@ def initial_params(
     """
     if init is not None:
         return init_params_of(init, loaded, config.aux_layer_ids)
-    params = init_params(config, jax.random.key(fold_seed(seed)))
+    params = init_params(config, jax.random.key(fold_seed(seed), impl=KEYS))
     ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
     params = dataclasses.replace(params, draft_to_target=ids)
     if config.hidden_size != config.target_hidden_size:

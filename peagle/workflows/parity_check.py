@@ -16,7 +16,6 @@ from drafter.dialects import (
     EMBEDDING,
     LM_HEAD,
     MASK_TOKEN_KEYS,
-    PREFIX,
     TOP_AUX_LAYERS,
     named_aux_layers,
 )
@@ -30,9 +29,11 @@ from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.linear import as_matrix
+from peagle.ops.norm import rms_norm
 from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompts import Conversation, Rendering
+from peagle.workflows.hf_reference import EmittedText, Outputs
 from peagle.workflows.parity import Cause, DraftDifference, DraftedText, Reading, accepted, causes, compare, replay
 from target.model import GptOss
 
@@ -125,8 +126,7 @@ def draft_texts(
         if not steps:
             continue
         ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
-        padded = np.pad(ids, (0, capacity - len(ids)))[None]
-        outputs = np.asarray(_aux_hidden(all_layers, padded))
+        outputs = np.asarray(_aux_hidden(all_layers, _padded(ids, capacity)))
         hidden = outputs[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
         hiddens.append(hidden)
         rows.append(request.index)
@@ -150,6 +150,29 @@ def _aux_hidden(target: GptOss, ids: Any) -> jax.Array:
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
     cache = target.init_cache(1, ids.shape[1], ids.shape[1])
     return target.extend(ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[0].aux_hidden
+
+
+def emitted_texts(pair: Pair, drafted: DraftedTexts) -> Iterator[EmittedText]:
+    """Yield the texts with the target's outputs, for `compare_target`; logits from the prompt's last token on."""
+    target = cast(GptOss, pair.plain_target)
+    most = max(len(text.token_ids) - text.lengths[0] for text in drafted.texts) + 1
+    for text, hidden in zip(drafted.texts, drafted.hiddens, strict=True):
+        ids, first = text.token_ids, text.lengths[0] - 1
+        rows = np.minimum(first + np.arange(most, dtype=np.int32), len(ids) - 1)[None]
+        logits = np.asarray(_logits(target, _padded(ids, drafted.capacity), rows))[0, : len(ids) - first]
+        norm = rms_norm(jnp.asarray(hidden[:, -1]), target.params.norm, target.config.rms_norm_eps)
+        yield EmittedText(ids, Outputs(hidden, np.asarray(norm), logits.astype(np.float32)))
+
+
+@jax.jit
+def _logits(target: GptOss, ids: Any, rows: Any) -> jax.Array:
+    """Compute the logits [1, L, V] of rows [1, L] of a text that is padded to T tokens."""
+    positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    return target.extend(ids, positions, target.init_cache(1, ids.shape[1], ids.shape[1]), rows)[0].logits
+
+
+def _padded(ids: np.ndarray, capacity: int) -> np.ndarray:
+    return np.pad(ids, (0, capacity - len(ids)))[None]
 
 
 def examine(
@@ -390,7 +413,6 @@ def _aux_of(hidden: np.ndarray, layers: Sequence[int]) -> np.ndarray:
 
 def _tensors(checkpoint: Checkpoint, pair: Pair, config: DrafterConfig) -> Tensors:
     """Read a drafter's tensors as stored, and from the target those that it shares."""
-    checkpoint = checkpoint.without_prefix(PREFIX)
     tensors = {name: checkpoint.take(name) for name in checkpoint.names}
     target = cast(GptOss, pair.plain_target).params
     if EMBEDDING not in tensors:

@@ -20,6 +20,7 @@ from drafter.config import DrafterConfig, Kind
 from drafter.dialects import default_dflash_layers
 from drafter.load import save_drafter
 from drafter.params import init_params
+from peagle.ops.draw import KEYS
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -142,7 +143,7 @@ LEAST_LAYERS = 4  # of a target, so that three distinct layers can be read
 def write_random_drafter(directory: Path, geometry: DrafterGeometry, target: TargetConfig) -> None:
     """Write a drafter of random weights in bfloat16 for a target."""
     config = geometry.config(target)
-    params = jax.jit(lambda key: init_params(config, key, jnp.bfloat16))(jax.random.key(3))
+    params = jax.jit(lambda key: init_params(config, key, jnp.bfloat16))(jax.random.key(3, impl=KEYS))
     save_drafter(directory, params, config)
 
 

@@ -23,12 +23,11 @@ from pathlib import Path
 import numpy as np
 
 import peagle
-from drafter.dialects import parse_config
+from drafter.dialects import open_drafter, parse_config
 from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, resolve
 from peagle.engine.request import Request
 from peagle.measure.metrics import speculative_decoding_block
 from peagle.ops import strict_json
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.pair import Pair
@@ -93,7 +92,7 @@ class Peer:
             "max_requests": 1,
             "drafter": str(drafter.resolve()),
             "num_drafts": k,
-            "parallel": parse_config(read_checkpoint(drafter)).parallel,
+            "parallel": parse_config(open_drafter(drafter)).parallel,
             "counts_steps": True,
         }
         with start("vLLM", self._python, "vllm", options) as vllm:

@@ -13,13 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from drafter.dflash import lay_out_block
-from drafter.dialects import default_dflash_layers, is_drafter_config, parse_config, render_config
+from drafter.dialects import default_dflash_layers, is_drafter_config, open_drafter, parse_config, render_config
 from drafter.load import load_drafter, save_drafter, shared_tensors, to_tensors
 from drafter.params import DrafterParams
 from drafter.propose import DFlash, drafter_of
 from drafter.vocabulary import DraftVocab, narrow
 from peagle.ops.attention import MASKED
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.messages import DrafterInput
 from tests.support.drafters import (
@@ -183,6 +182,8 @@ def test_what_z_lab_writes_is_read(tmp_path: Path) -> None:
         config |= {"use_sliding_window": False, "tie_word_embeddings": False, "max_window_layers": 2, "mlp_bias": None}
         config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
         config["dflash_config"]["block_size"] = config.pop("block_size")
+        config["dflash_config"] |= {"use_swa": False, "swa_window_size": 1024}  # without effect
+        config |= {"use_swa": None}
         config["dflash_config"] |= {"causal": False, "use_aux_hidden_state": True, "num_target_layers": None}
         for name in list(tensors):
             tensors[f"model.{name}"] = tensors.pop(name)
@@ -194,8 +195,8 @@ def test_what_z_lab_writes_is_read(tmp_path: Path) -> None:
     def top(config: dict[str, Any], _tensors: Tensors) -> None:
         config["eagle_aux_hidden_state_layer_ids"] = [2, 5]
 
-    assert parse_config(read_checkpoint(written(tmp_path, BIASED, top))).aux_layer_ids == (1, 4)
-    assert parse_config(read_checkpoint(tmp_path), (0, 5)).aux_layer_ids == (0, 5)
+    assert parse_config(open_drafter(written(tmp_path, BIASED, top))).aux_layer_ids == (1, 4)
+    assert parse_config(open_drafter(tmp_path), (0, 5)).aux_layer_ids == (0, 5)
 
 
 def test_layers_that_are_not_named_are_spread_over_the_target(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_layers_that_are_not_named_are_spread_over_the_target(tmp_path: Path) ->
     def unnamed(config: dict[str, Any], _tensors: Tensors) -> None:
         del config["dflash_config"]["target_layer_ids"]
 
-    config = parse_config(read_checkpoint(written(tmp_path, BIASED, unnamed)))
+    config = parse_config(open_drafter(written(tmp_path, BIASED, unnamed)))
     assert (config.aux_layer_ids, config.num_taps) == (None, 2)
 
 
@@ -251,6 +252,8 @@ def add(name: str, *shape: int) -> Edit:
         (change(dflash_config__target_layer_ids=[0, 1, 2]), "reads 48 values; expected 3 hidden states of 24"),
         (change(dflash_config__causal=True), "causal is True, which is not supported; expected a block whose rows"),
         (change(dflash_config__use_aux_hidden_state=False), "use_aux_hidden_state is False, which is not supported"),
+        (change(dflash_config__use_swa=True), "use_swa is True, which is not supported; expected full attention"),
+        (change(use_swa=True), "use_swa is True, which is not supported; expected full attention"),
         (change(dflash_config__selector_rank=8), "dflash_config has selector_rank, which is not supported"),
         (change(architectures=["DFlash2DraftModel"]), "['DFlash2DraftModel']; expected DFlashDraftModel"),
         (change(layer_types=["full_attention", "sliding_attention"]), "sliding attention is not supported"),
@@ -258,9 +261,9 @@ def add(name: str, *shape: int) -> Edit:
         (change(transformer_layer_config={}), "DFlash in the layout with transformer_layer_config is not supported"),
         (change(draft_vocab_size=40), "expected the target's vocabulary"),
         (change(num_target_layers="many"), "num_target_layers is 'many'; expected a whole number"),
-        (drop("hidden_norm.weight"), "tensor hidden_norm.weight is missing"),
-        (drop("layers.1.self_attn.k_norm.weight"), "tensor layers.1.self_attn.k_norm.weight is missing"),
-        (drop("layers.0.self_attn.q_proj.bias"), "tensor layers.0.self_attn.q_proj.bias is missing"),
+        (drop("hidden_norm.weight"), "tensors are missing: hidden_norm.weight;"),
+        (drop("layers.1.self_attn.k_norm.weight"), "tensors are missing: layers.1.self_attn.k_norm.weight;"),
+        (drop("layers.0.self_attn.q_proj.bias"), "tensors are missing: layers.0.self_attn.q_proj.bias;"),
         (change(attention_bias=False), "self_attn.k_proj.bias"),
         (add("embed_tokens.weight", 53, 24), "embed_tokens.weight"),
         (add("mask_hidden", 1, 1, 48), "mask_hidden"),

@@ -17,11 +17,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from drafter.dialects import Dialect, is_drafter_config, named_aux_layers, parse_config, refused_by, render_config
+from drafter.dialects import (
+    Dialect,
+    is_drafter_config,
+    named_aux_layers,
+    open_drafter,
+    parse_config,
+    refused_by,
+    render_config,
+)
 from drafter.load import load_drafter, save_drafter, shared_tensors, sort_aux_layers, to_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.reference import draft_logits
-from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
+from peagle.ops.checkpoint import write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig, Yarn
 from tests.support import checkpoints
@@ -39,6 +47,7 @@ from tests.support.drafters import (
     random_params,
     random_text,
 )
+from tests.support.pairs import edit_json
 
 DIALECTS: tuple[Dialect, ...] = ("vllm", "speculators")
 BOTH = pytest.mark.parametrize("dialect", DIALECTS)
@@ -102,7 +111,7 @@ def test_other_rope_scalings_and_default_aux_layers_come_back(tmp_path: Path, di
     for scaling in (yarn, dataclasses.replace(yarn, concentration=None), None):
         config = dataclasses.replace(base, rope=RopeConfig(6, 1234.5, scaling))
         save_drafter(tmp_path, random_params(CONFIGS[FOUR]), config, dialect)
-        assert parse_config(read_checkpoint(tmp_path)) == config
+        assert parse_config(open_drafter(tmp_path)) == config
 
 
 def test_the_random_start_has_every_shape_that_a_file_has(tmp_path: Path) -> None:
@@ -256,7 +265,7 @@ def test_the_key_of_aux_layer_ids_decides_whether_they_are_inputs_or_outputs(tmp
     ):
         assert load_drafter(File(config=config).write(tmp_path))[1].aux_layer_ids == expected
         assert load_drafter(tmp_path, aux_layer_ids=(2, 3, 8))[1].aux_layer_ids == (2, 3, 8)
-    places = named_aux_layers(read_checkpoint(tmp_path).config)
+    places = named_aux_layers(open_drafter(tmp_path).config)
     assert [(place.outputs, place.written((1, 4))) for place in places] == [((1, 11, 20), [2, 5]), ((3, 4, 9), [1, 4])]
     File(config={IDS: [0, 4, 6]}).write(tmp_path)
     assert "--aux-layer-ids" in refusal(tmp_path)
@@ -355,8 +364,29 @@ def test_every_tensor_is_needed_and_every_shape_checked(tmp_path: Path, dialect:
     for name, value in tensors.items():
         longer = np.concatenate([value, value[:1]])
         missing = refusal(File(TWO, dialect, tensors={name: GONE}).write(tmp_path))
-        assert f"tensor {name} is missing" in missing
+        assert "missing" in missing
+        assert name in missing
         assert name in refusal(File(TWO, dialect, tensors={name: longer}).write(tmp_path))
+
+
+def specforge(directory: Path, **beside: Any) -> Path:
+    """Write a P-EAGLE as SpecForge's trainer does: two of its settings are only in peagle_config.json."""
+    gone = {"ptd_token_id": GONE, "norm_before_residual": GONE, "architectures": ["PEagleDraftModel"]}
+    File(config=gone, rename=lambda name: name.replace("midlayer", "layers.0")).write(directory)
+    others = {"num_depths": 8, "down_sample_ratio": 0.8, "down_sample_ratio_min": 0.2, "num_draft_layers": 1}
+    (directory / "peagle_config.json").write_text(json.dumps({**others, **beside}))
+    return directory
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_specforges_settings_beside_config_json_are_read(tmp_path: Path, before: bool) -> None:
+    directory = specforge(tmp_path, mask_token_id=7, norm_before_residual=before)
+    config = load_drafter(directory)[1]
+    assert (config.kind, config.mask_token_id, config.norm_before_residual) == ("P-EAGLE", 7, before)
+    assert is_drafter_config(json.loads((directory / "config.json").read_text()))
+    edit_json(directory / "config.json", mask_token_id=9)
+    assert "mask_token_id is 9 in config.json and 7 in peagle_config.json; expected them equal" in refusal(directory)
+    assert "names no mask token" in refusal(specforge(tmp_path / "unnamed", mask_token_id=None))
 
 
 def expect_refusal(file: File, directory: Path, says: str) -> None:
@@ -389,8 +419,8 @@ SLIDING = {"layer_types": ["sliding_attention"]}
         ({IDS: [2, 4]}, r"is \[2, 4\] beside num_aux_hidden_states 3"),
         ({IDS: [2, 4], "num_aux_hidden_states": GONE}, r"reads 36 values.*2 hidden states"),
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
-        ({"norm_before_fc": True}, r"input_norm.weight is missing"),
-        ({"fc_norm": True}, r"fc_norm.0.weight is missing"),
+        ({"norm_before_fc": True}, r"missing: input_norm.weight;"),
+        ({"fc_norm": True}, r"missing: fc_norm.0.weight, fc_norm.1"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu', which is not supported"),
         ({"logit_scale": 0.5}, r"logit_scale is 0.5, which is not supported"),
         ({"is_causal": False}, r"is_causal is False"),
@@ -399,7 +429,7 @@ SLIDING = {"layer_types": ["sliding_attention"]}
         ({"eagle_config": 7}, r"eagle_config is 7; expected an object"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config"),
         ({"qkv_bias": True}, r"qkv_bias is True beside attention_bias False"),
-        ({"attention_bias": True}, r"midlayer\.self_attn\.\w+\.bias is missing"),
+        ({"attention_bias": True}, r"missing: .*midlayer\.self_attn\.\w+\.bias"),
         ({"layer_types": ["chunked_attention"]}, r"layer_types is \['chunked_attention'\]; expected a list of 1"),
         ({"layer_types": ["full_attention"] * 2}, r"layer_types is .*; expected a list of 1, one of full"),
         ({"layer_types": "sliding_attention"}, r"layer_types is 'sliding_attention'; expected a list of 1"),

@@ -204,18 +204,30 @@ def test_pickles_are_never_read(single: Path, name: str) -> None:
     assert re.search(f"{name}.*convert", refusal(read_checkpoint, single))
 
 
-@pytest.mark.parametrize("outside", ["../outside.safetensors", "sub/../../outside.safetensors", "{absolute}", "link"])
-def test_a_shard_outside(sharded: Path, outside: str) -> None:
+@pytest.mark.parametrize("path", ["../outside.safetensors", "sub/in.safetensors", "{absolute}", "..", ".", "", "a\0"])
+def test_an_index_names_files_of_its_directory_only(sharded: Path, path: str) -> None:
     target = sharded.parent / "outside.safetensors"
     (sharded / shard_of(sharded, "brain")).rename(target)
     (sharded / "sub").mkdir()
-    (sharded / "link").symlink_to(target)
-    shard = outside.format(absolute=target)
+    (sharded / "sub" / "in.safetensors").symlink_to(target)
+    shard = path.format(absolute=target)
     held = [name for name in tensors() if shard_of(sharded, name) == shard_of(sharded, "brain")]
     edit_index(sharded, **dict.fromkeys(held, shard))
     message = refusal(read_checkpoint, sharded)
-    assert "outside of the directory" in message
-    assert repr(shard) in message
+    assert f"names the shard {shard!r}" in message
+    assert shard in ("", "..") or "expected the name of a file in its directory" in message
+
+
+@pytest.mark.parametrize("files", ["single", "sharded"])
+def test_links_of_the_owner_are_followed(files: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    linked, elsewhere = request.getfixturevalue(files), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for path in list(linked.iterdir()):
+        path.rename(elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+    np.testing.assert_array_equal(read_checkpoint(linked).take("float"), tensors()["float"])
+    next(elsewhere.glob("*.safetensors")).unlink()
+    assert "no such file" in refusal(read_checkpoint, linked) or "has no weights" in refusal(read_checkpoint, linked)
 
 
 def test_links_of_the_hugging_face_cache(sharded: Path, tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
 from peagle import hub
+from peagle.checkpoints import resolve
 from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.ops.memory import format_size
+from tests.support.commands import refused, run
 from tests.support.pairs import Directories
 
 REVISION = "1" * 40
@@ -201,7 +204,7 @@ def test_a_connection_that_breaks_is_continued_where_it_broke(
     assert ("model.safetensors", 1000) in fake.downloads
     assert progress[-1] == (remaining.num_bytes, remaining.num_bytes)
     weights = (directories.target / "model.safetensors").read_bytes()
-    assert (hub.cached(NAME) / "model.safetensors").read_bytes() == weights
+    assert (resolve(NAME, "target") / "model.safetensors").read_bytes() == weights
 
 
 def test_after_an_interruption_whole_files_stay_and_the_rest_is_downloaded(fake: FakeHub) -> None:
@@ -213,12 +216,38 @@ def test_after_an_interruption_whole_files_stay_and_the_rest_is_downloaded(fake:
     with pytest.raises(KeyboardInterrupt):
         hub.fetch(remaining, interrupt_after_a_file)
     with pytest.raises(InputError, match="as a whole"):
-        hub.cached(NAME)
+        resolve(NAME, "target")
     rest = hub.remaining(NAME)
     assert 0 < rest.num_files < remaining.num_files
     hub.fetch(rest, lambda *_: None)
     assert hub.remaining(NAME).num_files == 0
-    assert hub.cached(NAME).is_dir()
+    assert resolve(NAME, "target").is_dir()
+
+
+@pytest.mark.parametrize("absent", ["README.md", "other.safetensors", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_only_files_that_are_needed_count(
+    fake: FakeHub, directories: Directories, absent: str, part: Literal["target", "drafter"]
+) -> None:
+    """A drafter needs no tokenizer; other weights than the loader's are not needed."""
+    source = directories.target if part == "target" else directories.drafter
+    fake.files = {path.name: path.read_bytes() for path in [*directories.target.iterdir(), *source.iterdir()]}
+    fake.files |= dict.fromkeys(("README.md", "other.safetensors"), b"never")
+    hub.fetch(hub.remaining(NAME), lambda *_: None)
+    snapshot = resolve(NAME, part)
+    (snapshot / absent).unlink(missing_ok=True)  # README.md was never there
+    if absent == "model.safetensors" or (part, absent) == ("target", "tokenizer.json"):
+        with pytest.raises(InputError, match="nor, as a whole"):
+            resolve(NAME, part)
+    else:
+        assert resolve(NAME, part) == snapshot
+
+
+@pytest.mark.parametrize("address", ["https://huggingface.co/a/b", "hf.co/a/b/tree/main", "hf://a/b", "http://x.org/y"])
+def test_an_address_is_refused_with_the_name_in_it(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "openai/gpt-oss-20b" if "x.org" in address else "a/b"
+    for command in (("info", address), ("info", "--download", address), ("generate", "--target", address, "Hi")):
+        refused(run(capsys, *command), f"{address} is an address; expected a directory, or OWNER/NAME: {name}")
 
 
 def test_names_are_owner_and_name_that_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

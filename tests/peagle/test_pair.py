@@ -366,6 +366,7 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
             r"inputs usually begin with 2; .* --aux-layer-ids 1,3,4, .* \[1, 3, 4\] there",
         ),
         ({KEY: [2, 5, 8], "eagle_config": {KEY: [1, 4, 7]}}, (1, 4, 7), "inputs", None),
+        ({KEY: [2, 5, 8], "eagle_config": {KEY: [2, 5, 8]}}, (1, 4, 7), "inputs", None),  # 8 is no output
         ({KEY: [3, 5, 7], "eagle_config": {KEY: [3, 5, 7]}}, (2, 4, 6), "inputs", "eagle_config.* name others"),
         ({}, (1, 3, 4), "the target's default, as config.json names none", None),
     ],

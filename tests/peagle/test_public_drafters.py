@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from drafter.dialects import parse_config
+from drafter.dialects import open_drafter, parse_config
 from peagle.config import Drafts
 from peagle.fit import check_fit
 from peagle.loading import load, with_drafter
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from tests.support.public_drafters import DRAFTERS, LAYERS, VOCAB, PublicDrafter, write_target
@@ -45,7 +44,7 @@ def test_it_loads_and_reads_the_layers_that_vllm_feeds_it(
     targets: dict[str, Path], plain: Plain, tmp_path: Path, drafter: PublicDrafter
 ) -> None:
     directory, target = drafter.write(tmp_path), targets[drafter.target]
-    assert parse_config(read_checkpoint(directory)).kind == drafter.kind
+    assert parse_config(open_drafter(directory)).kind == drafter.kind
     assert check_fit(target, directory).outputs == drafter.outputs
     loaded = with_drafter(plain[drafter.target][0], target, directory)
     assert getattr(loaded.target, "aux_layer_ids", None) == drafter.outputs

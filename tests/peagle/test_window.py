@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import peagle.loading
-from drafter.dialects import parse_config
+from drafter.dialects import open_drafter, parse_config
 from drafter.load import save_drafter
 from drafter.propose import Eagle3, PEagle
 from peagle.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM
@@ -20,7 +20,6 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import with_drafter
 from peagle.ops import native
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.result import Result
@@ -175,7 +174,7 @@ def test_windows_go_through_an_export(tmp_path: Path, dialect: str) -> None:
     save_drafter(tmp_path / "drafter", random_params(config), config)
     arguments = ["export", str(tmp_path / "drafter"), "--out", str(tmp_path / dialect), "--dialect", dialect, "-q"]
     assert main([*arguments, "--verifier", "some/target"]) == 0
-    assert parse_config(read_checkpoint(tmp_path / dialect)).windows == (20, 20)
+    assert parse_config(open_drafter(tmp_path / dialect)).windows == (20, 20)
     assert "sees the last 20 positions" in (tmp_path / dialect / "README.md").read_text(encoding="utf-8")
 
 

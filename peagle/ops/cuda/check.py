@@ -10,6 +10,7 @@ from peagle.ops.cuda import calls
 from peagle.ops.cuda.calls import HEAD_DIM, PAGE
 from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.cuda.pack import pack
+from peagle.ops.draw import KEYS
 from peagle.ops.mxfp4 import BLOCK, dequantize
 from peagle.ops.norm import Norm, rms_norm
 
@@ -83,7 +84,7 @@ def check_experts() -> None:
 
 def check_expert_block() -> None:
     """Compare the kernels for Hopper GPUs with the others, and a row's bits alone with its bits among other rows."""
-    keys = iter(jax.random.split(jax.random.key(0), 6))
+    keys = iter(jax.random.split(jax.random.key(0, impl=KEYS), 6))
     width, count = calls.TILED_WIDTH, TILED_EXPERTS
 
     def matrix(outputs: int) -> tuple[jax.Array, jax.Array, jax.Array]:

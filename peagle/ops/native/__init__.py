@@ -76,11 +76,20 @@ def optional(values: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Ar
     return jnp.zeros((0,), dtype) if values is None else values.astype(dtype).reshape(-1)
 
 
+def compiled() -> bool:
+    """Whether kernels were compiled for any CPU, whether or not they load here."""
+    return bool(_built())
+
+
+def _built() -> list[str]:
+    return [isa for isa in instruction_sets() if _library(isa).exists()]
+
+
 def _choose(choice: str) -> tuple[str | None, str]:
     """Return (the instruction set, or None; a note on the set, or the reason for None)."""
     if jax.default_backend() != "cpu":
         return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
-    built = [isa for isa in instruction_sets() if _library(isa).exists()]
+    built = _built()
     # -P: the installed package, even in a checkout of the project
     again = f"{sys.executable} -P -m peagle.ops.native compiles them, given a C++ compiler"
     if "portable" not in built:

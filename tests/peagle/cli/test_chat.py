@@ -15,7 +15,7 @@ from peagle.ops import interrupt
 from peagle.pair import Pair
 from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import load_tokenizer
-from tests.support.commands import Captured, refused, run
+from tests.support.commands import Captured, last_of_each, refused, run
 from tests.support.pairs import MAX_POSITIONS, Directories, copy_tokenizer, press_ctrl_c_at, toy_pair
 from tests.support.terminal import CTRL_C, IN_A_CALLBACK, TOY_PROCESS, Terminal
 
@@ -30,7 +30,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to
     def piped(lines: bytes, *options: str, pair: Pair = toy) -> Captured:
         monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-        return run(capsys, "chat", *OPTIONS, *options)
+        return run(capsys, *last_of_each(["chat", *OPTIONS, *options]))
 
     return piped
 
@@ -186,7 +186,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_at_the_prompt_the_chat() -> N
         "toy_pair(None)", "toy_pair(ByteTokenizer())"
     )
     with Terminal(
-        IN_A_CALLBACK.format(then="raise KeyboardInterrupt") + process, "chat", *OPTIONS, "-n", "150"
+        IN_A_CALLBACK.format(then="raise KeyboardInterrupt") + process, *last_of_each(["chat", *OPTIONS, "-n", "150"])
     ) as terminal:
         terminal.wait_for(b"> ")
         terminal.press(b"Hi\n")

@@ -21,7 +21,7 @@ from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import CostTable
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
-from tests.support.commands import Captured, refused
+from tests.support.commands import Captured, last_of_each, refused
 from tests.support.pairs import SPECIALS, Directories, toy_pair
 from tests.support.terminal import ROOT, TOY_PROCESS
 
@@ -321,7 +321,8 @@ def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, t
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [50]}\n{"prompt_ids": [51]}\n')
     files = ("--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace"))
-    code, out, err = cli(*SPECULATE, "--prompt-file", str(prompts), "-n", "60", "--slots", slots, *files)
+    line = last_of_each([*SPECULATE, "-n", "60", "--prompt-file", str(prompts), "--slots", slots, *files])
+    code, out, err = cli(*line)
     assert code == 130
     assert "interrupted" in err
     assert "acceptance" in err

@@ -1,12 +1,18 @@
 """What a command finds around it: no device, no input, no room. Each ends in one line, without a traceback."""
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.support.terminal import ROOT
+
+NO_UTF8 = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
 BOTH = "import sys; from peagle.cli import main; sys.exit(main(['speculate', '-']) + main(['chat']))"
 
 
@@ -28,6 +34,7 @@ def run(command: str, **environment: str) -> tuple[int, str]:
         ("PYTHON -m peagle info", {"JAX_PLATFORMS": "cuda"}, ["JAX cannot start: .*check JAX_PLATFORMS"]),
         (f'PYTHON -c "{BOTH}" <&-', {}, ["standard input is closed"] * 2),
         ("PYTHON -m peagle --help > /dev/full", {}, ["No space left on device"]),
+        ("PYTHON -m peagle train --data d --out 日本", NO_UTF8, ["as ascii, and one .* not ASCII; .* PYTHONUTF8=1"]),
     ],
 )
 def test_it_is_one_line(command: str, environment: dict[str, str], lines: list[str]) -> None:
@@ -37,6 +44,39 @@ def test_it_is_one_line(command: str, environment: dict[str, str], lines: list[s
     assert len(refusals) == len(lines)
     assert all(map(re.search, lines, refusals))
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", ["target", "drafter"])
+def test_a_module_of_the_users_in_place_of_ours_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("")
+    says = f"/{name}.py is imported in place of peagle's own package {name}; rename it"
+    code, error = run(f"cd {tmp_path}; PYTHON -m peagle generate Hi", PYTHONPATH=str(ROOT))
+    assert code == 2
+    assert error.count("\n") == 1
+    assert says in error
+    code, error = run(f"cd {tmp_path}; PYTHON -c 'import peagle; peagle.load()'", PYTHONPATH=str(ROOT))
+    assert code == 1
+    assert says in error.splitlines()[-1]
+
+
+def test_draws_do_not_depend_on_jaxs_default_generator() -> None:
+    command = "PYTHON -m peagle generate -n 8 --prompt-ids 1,2 --temperature 1 --seed 3 --quiet --json - >&2"
+    answers = [run(command, JAX_DEFAULT_PRNG_IMPL=name) for name in ("threefry2x32", "rbg")]
+    (first, second) = (json.loads(error)["requests"][0]["output_ids"] for _, error in answers)
+    assert first == second
+
+
+def test_ctrl_c_while_the_process_ends_shows_no_traceback() -> None:
+    """JAX and others clean up at exit: the answer is out already."""
+    code = "import atexit, sys, time; atexit.register(lambda: (print('exit', flush=True), time.sleep(600))); "
+    code += "from peagle.cli import main; sys.argv[1:] = ['--version']; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while process.stdout.readline() != "exit\n":
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+    assert (process.returncode, error) == (-signal.SIGINT, "")
 
 
 def test_compiled_programs_run_whatever_jax_disable_jit_says() -> None:

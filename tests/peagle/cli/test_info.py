@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +16,9 @@ from peagle.loading import load
 from peagle.ops.kernels import for_weights
 from peagle.ops.memory import tree_bytes
 from target.load import weight_bytes
+from tests.support.checkpoints import GONE, copy_changed
 from tests.support.commands import Captured, all_refused, refused
-from tests.support.pairs import STOP, Directories, edit_json
+from tests.support.pairs import DRAFTER, STOP, Directories, edit_json
 
 Run = Callable[..., Captured]
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -42,6 +44,50 @@ def test_info_knows_the_demo_models_by_name(real: Run, name: str, kind: str) -> 
     assert f"{kind if name != 'demo' else 'GPT-OSS'}" in real("info", name)[1]
     if name != "demo":
         assert "They fit" in real("info", name, "demo")[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "says"),
+    [
+        ({}, {"norm.weight": GONE}, "tensors are missing: norm.weight;"),
+        ({"num_hidden_layers": 3}, {}, "tensors are missing: layers.2"),
+        ({}, {"layers.1.mlp.down_proj.weight": np.zeros((3, 3), np.float32)}, "down_proj.weight has shape [3, 3]"),
+        ({}, {"norm.weight": np.zeros(DRAFTER.hidden_size, np.int8)}, "norm.weight has dtype int8; expected float"),
+        ({}, {"d2t": np.full(DRAFTER.draft_vocab_size, 3)}, "d2t maps to ids 3..322; expected 0..319"),
+        ({}, {"bias": np.zeros(3, np.float32)}, "tensors that this model has no place for: bias"),
+    ],
+)
+def test_info_refuses_a_drafter_as_loading_does(
+    real: Run, directories: Directories, tmp_path: Path, config: Any, tensors: Any, says: str
+) -> None:
+    drafter = str(copy_changed(directories.drafter, tmp_path / "drafter", config, tensors))
+    for names in ((drafter,), (str(directories.target), drafter)):
+        refused(real("info", *names), says)
+    refused(real("speculate", "--target", str(directories.target), "--drafter", drafter, "Hi"), says)
+
+
+def test_info_refuses_a_target_as_loading_does(real: Run, directories: Directories, tmp_path: Path) -> None:
+    for number, (tensors, says) in enumerate(
+        (
+            ({"model.norm.weight": GONE}, "tensors are missing: model.norm.weight"),
+            ({"model.norm.weight": np.zeros(64, np.int8)}, "model.norm.weight has dtype int8; expected floats"),
+        )
+    ):
+        target = str(copy_changed(directories.target, tmp_path / str(number), {}, tensors))
+        refused(real("info", target), says)
+        refused(real("generate", "--target", target, "--prompt-ids", "1"), says)
+
+
+def test_a_drafter_that_takes_its_targets_embedding_has_its_width(
+    real: Run, directories: Directories, tmp_path: Path
+) -> None:
+    drafter = str(copy_changed(directories.drafter, tmp_path / "drafter", {}, {"embed_tokens.weight": GONE}))
+    says = "it takes embed_tokens.weight from its target and has a width of 40, the target's is 64"
+    code, out, err = real("info", str(directories.target), drafter)  # after the tables of both
+    assert code == 2
+    assert says in err
+    assert "They fit" not in out
+    refused(real("speculate", "--target", str(directories.target), "--drafter", drafter, "Hi"), says)
 
 
 def test_info_says_how_aux_layers_are_read_and_warns(real: Run, directories: Directories, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import peagle.cli.run_parity
 from peagle.cli import main
 from peagle.cli.display import Display
+from tests.support.commands import last_of_each
 from tests.support.pairs import press_ctrl_c_at
 from tests.support.terminal import CTRL_C, IN_A_CALLBACK, TOY_PROCESS, Terminal
 
@@ -61,7 +62,7 @@ def test_what_is_done_before_anything_looks_ends_with_130_too(
     monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: toy)
     press_ctrl_c_at(monkeypatch, Display, "end_all")
     out = tmp_path / "out.json"
-    assert main([*SPECULATE, "-n", "5", "--json", str(out)]) == 130
+    assert main(last_of_each([*SPECULATE, "-n", "5", "--json", str(out)])) == 130
     assert json.loads(out.read_text())["requests"][0]["finish_reason"] == "length"
     assert "the same tokens" in capsys.readouterr().err
 

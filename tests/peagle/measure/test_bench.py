@@ -1,7 +1,6 @@
 """`peagle bench`: counts, formulas, output and errors. No test depends on a measured time."""
 
 import dataclasses
-import functools
 import json
 import re
 import signal
@@ -329,7 +328,7 @@ Run = Callable[..., commands.Captured]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], directories: Directories) -> Run:
     """Run `peagle bench` on the tiny checkpoint."""
-    return functools.partial(commands.run, capsys, "bench", str(directories.target))
+    return lambda *options: commands.run(capsys, *commands.last_of_each(["bench", str(directories.target), *options]))
 
 
 def test_json_has_every_key(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,14 +10,33 @@ import pytest
 
 from peagle.cli import main
 from peagle.ops import native
+from peagle.ops.native.build import library
 from peagle.workflows import check as module
 from peagle.workflows.check import Finding, check_kernels, check_logits, check_losslessness, verdict
 
 
 def test_the_kernels_that_run_are_named() -> None:
     finding = check_kernels()
-    assert finding.ok == native.available()
+    assert finding.ok == (native.available() or not native.compiled())
     assert finding.found == native.status()[1]
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["absent", "broken"])
+def test_kernels_that_are_absent_are_said_and_ones_that_do_not_load_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: bool
+) -> None:
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setenv(native.DIRECTORY, str(tmp_path))
+    if broken:
+        library("portable", tmp_path).write_text("no library")
+    native.status.cache_clear()
+    try:
+        finding = check_kernels()
+    finally:
+        monkeypatch.undo()
+        native.status.cache_clear()
+    assert finding.ok != broken
+    assert ("do not load" if broken else "XLA: the native kernels were not compiled") in finding.found
 
 
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])

@@ -13,14 +13,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from drafter.config import DrafterConfig
-from drafter.dialects import parse_config
+from drafter.dialects import open_drafter, parse_config
 from drafter.load import load_drafter, save_drafter
 from drafter.train.folder import LOG
 from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.cli import main
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.workflows.export import card, spread_over_groups
 from target.config import FULL, SLIDING, TargetConfig
 from target.load import inspect_target, load_target
@@ -74,7 +73,7 @@ def test_the_demo_drafter_keeps_its_list_of_tokens_and_nothing_is_overwritten(ex
 
 
 def stored(directory: Path) -> DrafterConfig:
-    return parse_config(read_checkpoint(directory))
+    return parse_config(open_drafter(directory))
 
 
 def write(directory: Path, **changes: Any) -> Path:

@@ -1,6 +1,7 @@
 """`peagle parity` on the demo pair: it finds no fault, and names each planted cause of low acceptance."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 import peagle.loading
 from drafter.config import DrafterConfig
+from drafter.dialects import open_drafter
 from drafter.load import load_drafter, save_drafter
 from drafter.params import DrafterParams
 from drafter.propose import PEagle
@@ -22,11 +24,11 @@ from drafter.vocabulary import Coverage, choose, narrow
 from peagle.checkpoints import DEMO_DIRECTORY, HELD_OUT
 from peagle.cli import main
 from peagle.ops.attention import PagedCache, Pages
-from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import from_ids
+from peagle.workflows.hf_reference import wrong_tokens
 from peagle.workflows.parity import DraftedText, Reading, accepted, causes, compare, replay
 from peagle.workflows.parity_check import (
     DraftedTexts,
@@ -37,9 +39,10 @@ from peagle.workflows.parity_check import (
     readings,
     with_all_tokens,
 )
+from target.params import TargetParams
 from tests.support.commands import all_refused, refused, run
 from tests.support.drafters import random_params
-from tests.support.pairs import edit_json
+from tests.support.pairs import TARGET, Directories, edit_json
 
 SETTINGS = ParityConfig(3, 32, 1)
 FEW = ["-n", "32", "-k", "3", "--num-prompts", "3", "--reference-steps", "1"]
@@ -77,6 +80,83 @@ def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], t
     assert findings["seen"] == pytest.approx(findings["expected"], abs=0.02)
     assert findings["other_rendering"] < findings["seen"]
     assert findings["logits"]["max_difference"] < 1e-4
+
+
+# Targets whose parameters are not those of their files
+
+
+def rolled_head(params: TargetParams) -> TargetParams:
+    """Make every token wrong."""
+    return dataclasses.replace(params, lm_head=jnp.roll(params.lm_head, 1, axis=1))
+
+
+def other_norm(params: TargetParams) -> TargetParams:
+    return dataclasses.replace(params, norm=params.norm * jnp.linspace(0.2, 2.0, params.norm.size))
+
+
+def other_layer(layer: int, params: TargetParams) -> TargetParams:
+    layers = list(params.layers)
+    attention = dataclasses.replace(layers[layer].attention, out=-layers[layer].attention.out)
+    layers[layer] = dataclasses.replace(layers[layer], attention=attention)
+    return dataclasses.replace(params, layers=tuple(layers))
+
+
+LAST = TARGET.num_layers - 1
+TARGET_FAULTS = {
+    "none": (lambda params: params, None),
+    "head": (rolled_head, "the logits"),
+    "norm": (other_norm, "the final norm"),
+    "last layer": (functools.partial(other_layer, LAST), f"layer {LAST}"),
+    "middle layer": (functools.partial(other_layer, 1), "layer 1"),
+}
+
+
+def prompt_file(directory: Path) -> Path:
+    path = directory / "parity_prompts.jsonl"
+    path.write_text('{"prompt": "one two three"}\n{"prompt": "the quick brown fox"}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(directories: Directories) -> Pair:
+    pytest.importorskip("torch")
+    pair = peagle.loading.load(directories.target, directories.drafter, kernels="xla")
+    return dataclasses.replace(pair, stop_token_ids=())  # every answer takes its budget
+
+
+@pytest.mark.parametrize("fault", TARGET_FAULTS)
+def test_a_target_that_computes_something_else_is_named(
+    small: Pair,
+    directories: Directories,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+) -> None:
+    """From the output on where it begins; the engine's tokens follow its own target, so they are wrong, too."""
+    plant, named = TARGET_FAULTS[fault]
+    targets = {
+        name: dataclasses.replace(getattr(small, name), params=plant(getattr(small, name).params))
+        for name in ("target", "plain_target")
+    }
+    monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: dataclasses.replace(small, **targets))
+    names = ["--target", str(directories.target), "--drafter", str(directories.drafter)]
+    code, lines, _ = run(capsys, "parity", *names, "--prompts", str(prompt_file(directories.root)), *FEW)
+    if named is None:
+        assert f"the same as transformers in {TARGET.num_layers} layers, the final norm and the logits" in lines
+        assert "tokens are transformers' greedy ones" in lines
+    else:
+        assert code == 1
+        assert f"DIFFERENT from transformers from {named} on" in lines
+    assert ("tokens are NOT transformers' greedy ones" in lines) == (named is not None)
+
+
+def test_a_token_that_is_not_the_references_is_wrong_unless_the_two_tie() -> None:
+    logits = np.array([[0.0, 5.0, 4.99, -9.0], [0.0, 5.0, 1.0, -9.0], [0.0, 0.0, 0.0, 0.0]], np.float32)
+    ids, exact = np.array([3, 3, 3, 2, 2], np.int32), np.zeros(3)  # the first emitted ties, the second is far behind
+    (wrong,) = wrong_tokens(0, ids, logits, exact, close=2e-2)
+    assert (wrong.position, wrong.engine, wrong.reference) == (4, 2, 1)
+    assert wrong.behind == pytest.approx(4 / logits.std())
+    assert not list(wrong_tokens(0, ids, logits, exact + 2.1, close=2e-2))
 
 
 # Checkpoints that say something else than they were trained with
@@ -157,7 +237,7 @@ def findings_of(directory: Path, drafted: DraftedTexts) -> Findings:
     along = dataclasses.replace(drafted, texts=texts)
     without_turns = [from_ids([1])]  # which have no other rendering
     drafter: Any = pair.drafter
-    return examine(pair, drafter, read_checkpoint(directory), along, without_turns, SETTINGS, lambda *_: None)
+    return examine(pair, drafter, open_drafter(directory), along, without_turns, SETTINGS, lambda *_: None)
 
 
 @pytest.mark.filterwarnings("ignore::peagle.ops.errors.InputWarning")  # of ids and maps that look wrong
@@ -193,7 +273,7 @@ def test_raw_prompts_are_named(demo: Pair) -> None:
     settings = dataclasses.replace(SETTINGS, raw=True)
     raw = draft_texts(demo, CONVERSATIONS, settings, raw=True)
     drafter: Any = demo.drafter
-    findings = examine(demo, drafter, read_checkpoint(DEMO_DRAFTER), raw, CONVERSATIONS, settings, lambda *_: None)
+    findings = examine(demo, drafter, open_drafter(DEMO_DRAFTER), raw, CONVERSATIONS, settings, lambda *_: None)
     assert findings.causes[0].name == "the prompts are raw"
 
 
@@ -203,7 +283,7 @@ def tried(directory: Path, length: int = 1, **options: Any) -> dict[str, Any]:
     hidden = np.zeros((1, 8, 192), np.float32)
     drafted = DraftedTexts((DraftedText(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
     drafter: Any = pair.drafter
-    return {reading.name: reading for reading in readings(pair, drafter, read_checkpoint(directory), drafted)}
+    return {reading.name: reading for reading in readings(pair, drafter, open_drafter(directory), drafted)}
 
 
 def test_windows_that_hide_something_are_tried() -> None:
