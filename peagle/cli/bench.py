@@ -43,7 +43,7 @@ class BenchCommand:
     """Rows of the verify passes; 1 is always included."""
     context: Annotated[int, Flag(RUNNING, "N")] = 128
     """Tokens in the KV cache before decoding and verifying."""
-    slots: Annotated[str, Flag(RUNNING, "N,N", old="--batch")] = "1"
+    slots: Annotated[str, Flag(RUNNING, "N,N")] = "1"
     """Requests decoded at once. Of several numbers, decoding is timed with each and with 1, all else with 1."""
     engine: Annotated[EngineConfig, DECODED] = EngineConfig()
     num_speculative_tokens: Annotated[str | None, Flag(SPECULATION, "K,K", ("-k", "--num-speculative-tokens"))] = None

@@ -23,7 +23,6 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
-from peagle.cli.output import say
 from peagle.ops.errors import InputError, not_installed
 from peagle.ops.files import reason_of
 from peagle.ops.flag import Flag, Takes, check_type, expected_of
@@ -61,11 +60,6 @@ class Option:
     @property
     def names(self) -> tuple[str, ...]:
         return self.flag.names or (f"--{self.name.replace('_', '-')}",)
-
-    @property
-    def old_name(self) -> str:
-        """The name under which the parser returns the value of the old flag."""
-        return f"old_{self.name}"
 
     @property
     def is_argument(self) -> bool:
@@ -121,8 +115,7 @@ def options_of(
             yield from options_of(hint, value, group, (*path, field.name))  # type: ignore[arg-type]
         elif takes.has(field.name):
             for flag in (mark for mark in marks if isinstance(mark, Flag)):
-                read, old = takes.reads.get(field.name, flag.read), takes.olds.get(field.name, flag.old)
-                flag = dataclasses.replace(flag, read=read, old=old)
+                flag = dataclasses.replace(flag, read=takes.reads.get(field.name, flag.read))
                 help = " ".join(helps.get(field.name, flag.help).split())
                 yield Option((*path, field.name), hint, flag, help, value)
 
@@ -150,16 +143,15 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         panel = ARGUMENTS if option.is_argument else OPTIONS
         if option.flag.group is not None:
             panel = panels.setdefault(option.flag.group, Group(option.flag.group, sort_key=len(panels)))
-        default = option.shown_default
+        shown = option.shown_default
         settings = Parameter(
             name=option.names,
             help=option.help.replace("[", "\\["),
             group=panel,
             metavar=option.flag.metavar,
-            show=not option.flag.hidden,
             allow_leading_hyphen=not option.is_argument,
             converter=_read_int if option.parsed_type in (int, int | None) else None,
-            show_default=False if default is None else lambda _: default,
+            show_default=False if shown is None else lambda _: shown,
             required=option.required,
             allow_repeating=True if option.kind is bool else None,  # None: only options of several values
         )
@@ -169,20 +161,11 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
                 option.name, inspect.Parameter.VAR_POSITIONAL, annotation=Annotated[item, settings]
             )
         kind = inspect.Parameter.POSITIONAL_ONLY if option.is_argument else inspect.Parameter.KEYWORD_ONLY
-        return signature_parameter(option, option.name, kind, settings, option.required)
-
-    def old_parameter(option: Option) -> inspect.Parameter:
-        settings = Parameter(name=option.flag.old, show=False, allow_leading_hyphen=True)
-        return signature_parameter(option, option.old_name, inspect.Parameter.KEYWORD_ONLY, settings, required=False)
-
-    def signature_parameter(
-        option: Option, name: str, kind: Any, settings: Parameter, required: bool
-    ) -> inspect.Parameter:
         default: Any = inspect.Parameter.empty
         parsed_type = option.parsed_type
-        if not required:  # cyclopts returns only typed options, so this default is never used
+        if not option.required:  # cyclopts returns only typed options, so this default is never used
             default, parsed_type = (False, bool) if option.kind is bool else (None, parsed_type | None)
-        return inspect.Parameter(name, kind, default=default, annotation=Annotated[parsed_type, settings])
+        return inspect.Parameter(option.name, kind, default=default, annotation=Annotated[parsed_type, settings])
 
     def parse(*arguments: Any, **values: Any) -> tuple[type[Command], dict[str, Any]]:
         for option in (option for option in options if option.is_argument):
@@ -192,7 +175,6 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         return kind, values
 
     parameters = [parameter(option) for option in options]
-    parameters += [old_parameter(option) for option in options if option.flag.old is not None]
     parse.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         sorted(parameters, key=lambda parameter: parameter.kind)
     )
@@ -220,7 +202,6 @@ def normalize(typed: Sequence[str], words: Sequence[str], options: Sequence[Opti
     """
     flags = {name for option in options if option.kind is bool for name in option.names} | set(HELP_FLAGS)
     taking = {name: option for option in options if option.kind is not bool for name in option.names}
-    taking |= {option.flag.old: option for option in options if option.flag.old is not None}
     normalized: list[str] = []
     arguments: list[str] = []
     values: dict[str, str] = {}  # of the options that take one
@@ -255,7 +236,7 @@ def _refuse_second(word: str, taking: Mapping[str, Option], values: dict[str, st
     option = taking.get(name)
     if option is None or option.repeats or not equals:
         return
-    key = name if name == option.flag.old else option.names[0]
+    key = option.names[0]
     if key in values:
         raise InputError(f"{key} is given twice, {values[key]} and {value}; leave one out {_help_hint(words)}")
     values[key] = value
@@ -263,16 +244,8 @@ def _refuse_second(word: str, taking: Mapping[str, Option], values: dict[str, st
 
 def build_command(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:
     """Make a command from typed values. Raises InputError that names the field of a bad one."""
-    options, typed = list(options_of(kind)), dict(typed)
-    for option in options:
-        if option.flag.old is not None and option.old_name in typed:
-            old, new = option.flag.old, option.names[0]
-            if option.name in typed:
-                raise InputError(f"{new} and {old} are both given; {old} is the old name of {new}: leave it out")
-            say("warning", f"{old} is now called {new}")
-            typed[option.name] = typed.pop(option.old_name)
     values: dict[tuple[str, ...], dict[str, Any]] = {}
-    for option in options:
+    for option in options_of(kind):
         if option.name in typed:
             values.setdefault(option.path[:-1], {})[option.name] = option.value(typed[option.name])
     return _build(kind, values)
@@ -374,7 +347,7 @@ def read_config_file(app: App, words: Sequence[str], kind: type[Command], file: 
 def usage_error(error: CycloptsError, words: Sequence[str], options: Sequence[Option]) -> str:
     """Describe a parser's error in one line, which ends with how to show the help."""
     hint = _help_hint(words)
-    by_flag = {name: option for option in options for name in (*option.names, option.flag.old) if name}
+    by_flag = {name: option for option in options for name in option.names}
     argument = None if error.argument is None else error.argument.name
     option = None if argument is None else by_flag.get(argument)
     unknown: list[str] = []
@@ -408,7 +381,7 @@ def _help_hint(words: Sequence[str]) -> str:
 
 
 def _no_such_option(typed: str, options: Sequence[Option]) -> str:
-    names = [name for option in options if not option.flag.hidden and not option.is_argument for name in option.names]
+    names = [name for option in options if not option.is_argument for name in option.names]
     flag = typed.partition("=")[0]
     suggestion = _did_you_mean(flag, names)
     return f"No such option: {flag}{'.' if suggestion else ''}{suggestion}"

@@ -48,9 +48,9 @@ class Data:
     load: Annotated[LoadConfig, Takes(("target", "download", "dtype", "experts", "kernels"))] = LoadConfig()
     max_new_tokens: Annotated[int | None, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = None
     """Maximum tokens of a response. Default: what the context leaves."""
-    engine: Annotated[
-        EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT}, olds={"slots": "--batch"})
-    ] = EngineConfig(context=512, slots=32)
+    engine: Annotated[EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT})] = EngineConfig(
+        context=512, slots=32
+    )
     shard_prompts: Annotated[int, Flag(OUTPUT, "N")] = 512
     """Prompts per shard."""
     hidden: Annotated[bool, Flag(OUTPUT)] = False

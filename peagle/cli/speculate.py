@@ -19,7 +19,6 @@ from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
 CONTEXT = "Context length in tokens: prompt plus response. Default: what the prompt and -n need."
-OLDS = {"slots": "--batch"}
 PLAIN = EngineConfig(num_speculative_tokens=0)
 # fields that plain decoding does not take
 ENGINE_FIELDS = ("num_speculative_tokens", "synthetic_acceptance")
@@ -93,7 +92,7 @@ class Speculate(Decode):
 
     command: ClassVar[str] = "speculate"
     engine: Annotated[
-        EngineConfig, Takes(helps={"context": CONTEXT}, reads={"num_speculative_tokens": read_drafts}, olds=OLDS)
+        EngineConfig, Takes(helps={"context": CONTEXT}, reads={"num_speculative_tokens": read_drafts})
     ] = EngineConfig()
     show_drafts: Annotated[bool, Flag(OUTPUT)] = False
     """In a terminal, colour accepted drafts by their position in the step, or put them in brackets if it has no
@@ -115,5 +114,5 @@ class Generate(Decode):
 
     command: ClassVar[str] = "generate"
     load: Annotated[LoadConfig, Takes(without=DRAFTER_FIELDS)] = LoadConfig()
-    engine: Annotated[EngineConfig, Takes(without=ENGINE_FIELDS, helps={"context": CONTEXT}, olds=OLDS)] = PLAIN
+    engine: Annotated[EngineConfig, Takes(without=ENGINE_FIELDS, helps={"context": CONTEXT})] = PLAIN
     answer: AnswerConfig = AnswerConfig()

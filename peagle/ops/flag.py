@@ -24,8 +24,6 @@ class Flag:
     names     of the option; errors use the first; empty: the field's name with dashes
     read      converts the typed text to the value, or raises InputError
     default   the default's text in the help
-    old       a former name, which works with a warning
-    hidden    leave the option out of the help
     help      for fields without a docstring below them
     """
 
@@ -34,8 +32,6 @@ class Flag:
     names: tuple[str, ...] = ()
     read: Callable[[str], Any] | None = None
     default: str | None = None
-    old: str | None = None
-    hidden: bool = False
     help: str = ""
 
 
@@ -43,14 +39,13 @@ class Flag:
 class Takes:
     """The fields of a config that a command takes as options, with helps and readers of its own.
 
-    names: in the order of the help; empty: all but `without`. olds: former names of options.
+    names: in the order of the help; empty: all but `without`.
     """
 
     names: tuple[str, ...] = ()
     helps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     without: tuple[str, ...] = ()
     reads: Mapping[str, Callable[[str], Any]] = dataclasses.field(default_factory=dict)
-    olds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         return name not in self.without and (not self.names or name in self.names)

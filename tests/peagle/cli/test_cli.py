@@ -335,20 +335,6 @@ def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, t
     assert value["config"]["interrupted"] is True
 
 
-def test_the_old_name_of_slots_works_and_is_told_once(cli: Run, real: Run, tmp_path: Path) -> None:
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
-    prompts.write_text('{"prompt_ids": [50]}\n{"prompt_ids": [51]}\n{"prompt_ids": [52]}\n')
-    arguments = ("--prompt-file", str(prompts), "-n", "12", "--quiet", "--json", str(out))
-    code, text, err = cli("generate", *arguments, "--batch", "2")
-    assert (code, err) == (0, "peagle: warning: --batch is now called --slots\n")
-    assert json.loads(out.read_text())["config"]["slots"] == 2
-    assert cli("generate", *arguments, "--slots", "2") == (0, text, "")
-    for command in ("speculate", "generate", "bench", "data"):
-        shown = real(command, "--help")[1]
-        assert "--slots" in shown
-        assert "--batch" not in shown
-
-
 def test_speculation_and_plain_decoding_of_a_real_pair_agree(real: Run, directories: Directories) -> None:
     """From files to text, both commands; the second one also says how likely each token was."""
     common = ("--target", str(directories.target), "-n", "24", "--ignore-eos", "hello")

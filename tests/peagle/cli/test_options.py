@@ -166,18 +166,6 @@ def test_what_cannot_be_read_is_refused_in_a_line(
     assert run(capsys, *typed.split()) == (2, "", f"peagle: error: {line}{usage}\n")
 
 
-@pytest.mark.parametrize(
-    ("command", "flag"),
-    [("serve", "--batch"), ("batch", "--batch"), ("cluster up", "--batch"), ("speculate", "--draft-samplin")],
-)
-def test_former_and_hidden_flags_are_neither_taken_elsewhere_nor_proposed(
-    command: str, flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = run(capsys, *command.split(), flag, "3")
-    refused(result, f"No such option: {flag}")
-    assert not re.search("'(--batch|--draft-sampling)'", result[2])
-
-
 def test_a_whole_number_may_be_typed_as_8_0_and_a_file_may_set_flags(tmp_path: Path) -> None:
     assert read("generate --top-k 1.0").sampling.top_k == 1
     (tmp_path / "serve.toml").write_text("port = 8001.0\nquiet = true\nretain-full-kv = false\n")

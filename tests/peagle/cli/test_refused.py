@@ -43,7 +43,6 @@ TYPED: list[tuple[str, str]] = [
     ("--aux-layer-ids 1,2,3 --aux-layer-ids 0,1,2 Hi", "--aux-layer-ids is given twice, 1,2,3 and 0,1,2"),
     ("--slots 0 Hi", "--slots is 0.*1 or more"),
     ("--slots 100000000 Hi", "--slots is 100000000; expected 1 to 65536"),
-    ("--slots 2 --batch 2 Hi", "--slots and --batch.*both given"),
     ("--context 1 Hi", "--context is 1"),
     ("--context 100000 Hi", "--context is 100000.*384"),
     ("--context 8 'Hi there'", "8 positions.*--context"),

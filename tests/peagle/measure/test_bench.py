@@ -444,7 +444,6 @@ REFUSED = [
     ("--slots 1,-2", "--slots is -2"),
     ("--slots 1,2 -n 0", "several --slots are given, but no decoding test"),
     ("--slots 1,400", f"tg 3 .*at most {MAX_POSITIONS}, the target's"),
-    ("--slots 2 --batch 2", "--slots and --batch"),
     ("-k 0 --drafter ngram", "-k is 0; expected 1 to 128 drafted"),
     ("-k 2,many --drafter ngram", "-k is '2,many'"),
     ("-k 200 --drafter ngram", "-k is 200.*128"),
