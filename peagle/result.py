@@ -412,7 +412,7 @@ def submit(
 ) -> dict[Handle, Assembler]:
     """Add the requests to an engine, each with an Assembler; none if one cannot be run."""
     now, k = time.perf_counter(), engine.config.num_speculative_tokens
-    assemblers = [Assembler(request, request.most_drafts(k), tokenizer, now, by_token) for request in requests]
+    assemblers = [Assembler(request, request.limit_drafts(k), tokenizer, now, by_token) for request in requests]
     return dict(zip(engine.add_all(requests), assemblers, strict=True))
 
 

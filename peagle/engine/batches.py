@@ -40,7 +40,7 @@ class Batches:
     memory: KVMemory
 
     @functools.cached_property
-    def possible_drafts(self) -> tuple[int, ...]:
+    def program_drafts(self) -> tuple[int, ...]:
         """The numbers of drafts of the programs, ascending: K, and 0 if some steps are plain."""
         some_are_plain = self.config.adaptive or self.config.k_per_request
         return tuple(sorted({self.config.num_drafts, *([0] if some_are_plain else [])}))
@@ -64,20 +64,20 @@ class Batches:
             return StepKind(0, sampled, full_logits)
         return StepKind(num_drafts, sampled, full_logits, config.synthetic_acceptance, adaptive=config.adaptive)
 
-    def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
-        """Choose the next `count` steps of the decoding slots, with most_drafts drafts at most.
+    def choose(self, decoding: Sequence[tuple[int, Handle]], num_drafts: int, cut: bool, count: int) -> StepBatch:
+        """Choose the next `count` steps of the decoding slots, with num_drafts drafts at most.
 
         Slots with a grammar take part only in cut steps.
         """
         rows = [(slot, handle) for slot, handle in decoding if cut or handle.matcher is None]
-        widths = [handle.request.most_drafts(most_drafts) if handle.can_draft else 0 for _, handle in rows]
+        widths = [handle.request.limit_drafts(num_drafts) if handle.drafting else 0 for _, handle in rows]
         number = self.config.num_drafts if any(widths) else 0
         if cut:
             return StepBatch(rows, widths, self.kind(number, sampled=True, full_logits=True), count)
         sampled = any(not handle.request.sampling.greedy for _, handle in rows)
         kind = self.kind(number, sampled, full_logits=any(handle.request.full_logits for _, handle in rows))
-        if self.memory.has_drafter and not number and not any(handle.can_draft for _, handle in rows):
-            kind = dataclasses.replace(kind, skip_drafter=True)
+        if self.memory.has_drafter and not number and not any(handle.drafting for _, handle in rows):
+            kind = dataclasses.replace(kind, keep_drafter_input=False)
         return StepBatch(rows, widths, kind, count)
 
     def plan(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int]) -> np.ndarray:

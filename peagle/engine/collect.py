@@ -11,7 +11,7 @@ import numpy as np
 from peagle.engine.executor import ModelName
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, Handle
-from peagle.engine.request import FinishReason, StepRecord, TokenChunk, TokenLogprobs
+from peagle.engine.request import Drafting, FinishReason, StepRecord, TokenChunk, TokenLogprobs
 from peagle.engine.sampling import LogProbs
 from peagle.engine.scheduler import Chunk, Steps
 from peagle.engine.step_kinds import StepOutput
@@ -95,8 +95,7 @@ class Collector:
                 if output.caught_up[index, row]:
                     handle.drafter_rows = handle.length + 1
                 handle.length += accepted + 1
-                handle.can_draft &= bool(output.can_draft[index, row])
-                handle.drafter_off |= bool(output.drafter_off[index, row])
+                handle.drafting = Drafting(min(handle.drafting, int(output.drafting[index, row])))
             if not_finite is not None:
                 chunks.append((handle, self._not_finite(handle, not_finite, tuple(token_ids), tuple(records))))
             elif records:

@@ -9,6 +9,7 @@ import numpy as np
 from peagle.engine.grammar import Matcher, Vocabulary
 from peagle.engine.handle import Handle
 from peagle.engine.masks import all_allowed, fill, next_mask
+from peagle.engine.request import Drafting
 from peagle.engine.resolved import ResolvedConfig
 
 
@@ -86,7 +87,7 @@ class Constrained:
         if seconds <= budget_s:
             matcher.num_slow = 0
             return False
-        handle.can_draft = False
+        handle.drafting = Drafting.NEVER
         matcher.num_slow += not num_drafts
         if matcher.num_slow >= self._config.most_slow_masks:
             matcher.overdue = (
@@ -100,4 +101,4 @@ class Constrained:
         """Give a request's grammar its own automaton. The request drafts no more: drafts would fill that one, too."""
         assert handle.matcher is not None
         handle.matcher.renew(token_ids)
-        handle.can_draft = False
+        handle.drafting = Drafting.NEVER

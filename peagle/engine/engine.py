@@ -38,7 +38,7 @@ from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.programs import ProgramShape
-from peagle.engine.request import FinishReason, Request
+from peagle.engine.request import Drafting, FinishReason, Request
 from peagle.engine.request_pages import RequestPages
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Chunk, Scheduler, Steps
@@ -154,12 +154,12 @@ class Engine(AnyEngine):
     def pack(self, handle: Handle) -> HandOff:
         """Make the hand-off of a request after all its dispatches have been read."""
         assert handle.table is not None
-        tokens, can_draft = tuple(handle.token_ids), self._has_all_rows(handle)
-        return handoff.pack(self.executor, self.memory, handle.table, tokens, self.fingerprints, can_draft)
+        tokens, with_drafter = tuple(handle.token_ids), self._has_all_rows(handle)
+        return handoff.pack(self.executor, self.memory, handle.table, tokens, self.fingerprints, with_drafter)
 
     def _has_all_rows(self, handle: Handle) -> bool:
         """Whether the drafter's pages and its input hold all rows of a request."""
-        return self.drafter is not None and handle.can_draft and not handle.drafter_off
+        return self.drafter is not None and handle.drafting is Drafting.ALWAYS
 
     def finish(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
         """Remove a request, and add its last chunk, without tokens, to its inbox."""
@@ -257,7 +257,7 @@ class Engine(AnyEngine):
         state, plan = self.executor.shapes, self.batches.empty_plan(self.config.slots)
         prepared = [
             self.executor.prepared_steps(state, plan, kind.no_costs(len(plan)), 1, kind)
-            for kind in (self.batches.kind(drafts, sampled) for drafts in self.batches.possible_drafts)
+            for kind in (self.batches.kind(drafts, sampled) for drafts in self.batches.program_drafts)
         ]
         return [program.lower(*operands).compile() for program, operands in prepared]
 
@@ -396,9 +396,10 @@ class Engine(AnyEngine):
     def _begin(self, handle: Handle) -> int | None:
         """Give a request its pages; return how many of its tokens they hold, or None if pages are short."""
         if not handle.num_preempted:
-            handle.can_draft = self._may_ever_draft(handle)
-        if handle.hand_off is not None:
-            handle.can_draft &= handle.hand_off.can_draft
+            received = handle.hand_off is None or handle.hand_off.with_drafter
+            handle.drafting = Drafting.ALWAYS if received and self._may_ever_draft(handle) else Drafting.NEVER
+        elif handle.drafting is Drafting.LOOKUP_ONLY:
+            handle.drafting = Drafting.ALWAYS  # the drafter reads all of its rows once more
         if not self.pages.open(handle, self._scheduler.prefilling):
             return None
         assert handle.table is not None
@@ -449,7 +450,7 @@ class Engine(AnyEngine):
             handle.length, into[row] = len(handle.computed_ids), slots[handle]
             lengths[row] = handle.length
             masks = None if handle.output_ids else self.constrained.first(handle)
-            slot = SlotParams.of(handle.request, handle.stop_token_ids, self.target.vocab_size, handle.can_draft, masks)
+            slot = SlotParams.of(handle.request, handle.stop_token_ids, self.target.vocab_size, handle.drafting, masks)
             if handle.output_ids:
                 known[row] = handle.output_ids[-1]
                 slot = slot.continued(handle.output_ids)

@@ -272,7 +272,7 @@ class Executor:
 def _unused_leaves(kind: StepKind) -> list[str]:
     """Name the leaves of the state that steps of a kind do not take, because every leaf costs host time."""
     names = [] if kind.num_drafts else ["drafter_state", "lookup_state", "learned"]
-    names += ["drafter_input"] if kind.skip_drafter else []
+    names += [] if kind.keep_drafter_input else ["drafter_input"]
     return names if kind.full_logits else [*names, "adjustments"]
 
 

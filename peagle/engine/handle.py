@@ -10,7 +10,7 @@ from typing import TypeAlias
 from peagle.engine.grammar import Matcher
 from peagle.engine.handoff import HandOff
 from peagle.engine.pages import PageTable
-from peagle.engine.request import FinishReason, Request, TokenChunk
+from peagle.engine.request import Drafting, FinishReason, Request, TokenChunk
 from peagle.ops.errors import InputError
 
 _numbers = itertools.count()
@@ -33,8 +33,7 @@ class Handle:
     added_s: float = field(default_factory=time.perf_counter)
     queued_s: float | None = None  # seconds until it had a slot; None: it has none yet, or began in another engine
     num_cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
-    can_draft: bool = True  # False if it never drafts again
-    drafter_off: bool = False  # the drafter never reads its tokens again; a lookup drafter may still draft
+    drafting: Drafting = Drafting.ALWAYS
     error: InputError | None = None  # if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
     hand_off: HandOff | None = field(default=None, repr=False)  # received, until the request begins; or made at its end

@@ -72,7 +72,7 @@ class HandOff:
     data: np.ndarray  # uint8: the message
     token_ids: tuple[int, ...]  # prompt and output; the last one is pending, and in no page
     fingerprints: Fingerprints
-    can_draft: bool  # the drafter's rows are complete, so the sequence may draft
+    with_drafter: bool  # the drafter's rows are there, and complete, so the sequence may draft
     tensors: Mapping[str, np.ndarray]
 
     @property
@@ -127,20 +127,20 @@ def pack(
     table: PageTable,
     token_ids: tuple[int, ...],
     fingerprints: Fingerprints,
-    can_draft: bool,
+    with_drafter: bool,
 ) -> HandOff:
     """Make the message of a request whose pages hold all of these tokens but the last.
 
-    can_draft: the drafter's rows are complete, and are sent, too.
+    with_drafter: the drafter's rows are complete, and are sent, too.
     """
     length = len(token_ids) - 1
-    layers = [layer for layer in _layers(executor, memory) if can_draft or layer.name.startswith("target.")]
+    layers = [layer for layer in _layers(executor, memory) if with_drafter or layer.name.startswith("target.")]
     shapes: dict[str, TensorShape] = {TOKEN_IDS: ((length + 1,), np.dtype(np.int32))}
     for layer in layers:
         count = length - layer.first(length)
         shapes |= {f"{layer.name}.{part}": ((count, *layer.row), layer.dtype) for part in ("key", "value")}
     drafter = NO_DRAFTER if executor.drafter is None else fingerprints.drafter
-    metadata = {"format": FORMAT, "target": fingerprints.target, "drafter": drafter, "drafts": str(can_draft)}
+    metadata = {"format": FORMAT, "target": fingerprints.target, "drafter": drafter, "drafts": str(with_drafter)}
     data, tensors = _allocate(shapes, metadata)
     tensors[TOKEN_IDS][:] = token_ids
     for layer in layers:
@@ -153,7 +153,7 @@ def pack(
         for part, pages in zip(("key", "value"), executor.read_pages(layer.number, numbers), strict=True):
             rows = pages.reshape(-1, *pages.shape[2:])[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
             tensors[f"{layer.name}.{part}"][...] = rows[:, :: layer.copies]
-    return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), can_draft, tensors)
+    return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), with_drafter, tensors)
 
 
 def _allocate(
@@ -257,7 +257,7 @@ def check(
                 f"{ours[:12] or 'one of no files'}); expected equal checkpoints, dtype, aux layers and windows"
             )
     for layer in _layers(executor, memory):
-        if hand_off.can_draft or layer.name.startswith("target."):
+        if hand_off.with_drafter or layer.name.startswith("target."):
             needed = hand_off.length - layer.first(hand_off.length)
             # a layer that keeps all rows here may have a window at the sender, whose size is not known here
             least = min(1, needed) if layer.window is None else needed

@@ -197,7 +197,7 @@ def propose_program(models: Any, kind: StepKind, shape: ProgramShape) -> Any:
         rows = take(state, batch, kind.input_rows, adjusts=False)
         drafter, lookup = jax.tree.unflatten(models, model_leaves)
         step_costs = kind.costs(costs, plan.shape[0])
-        after, proposed = propose(drafter, rows, widths, step_costs, kind, lookup, may_skip=False)
+        after, proposed = propose(drafter, rows, widths, step_costs, kind, lookup, always_draft=True)
         left = put(state, batch, dataclasses.replace(after, drafter_input=None))
         proposed = dataclasses.replace(proposed, widths=_dispatched_async(proposed.widths, plan[0, 0]))
         return (left.drafter_state, left.lookup_state), proposed

@@ -67,14 +67,14 @@ def propose(
     costs: StepCosts,
     kind: StepKind,
     lookup: Drafter | None = None,
-    may_skip: bool = True,
+    always_draft: bool = False,
 ) -> tuple[DecodeState, Proposed]:
     """Propose the drafts of a step. Of the state, only the drafters' parts change.
 
-    may_skip: an adaptive step may decide not to run the drafter. With False the drafter always runs; the caller has
-    made sure that its input fits one pass of K + 1 rows.
+    always_draft: run the drafter even if its drafts do not pay; the caller has made sure that its input fits one pass
+    of K + 1 rows.
     """
-    widths = jnp.where(state.drafting, jnp.minimum(widths, kind.num_drafts), 0)
+    widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
     keys = synthetic = None
     if kind.sampled or kind.synthetic_acceptance is not None:
         offsets = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
@@ -89,9 +89,9 @@ def propose(
         return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths)
     with jax.named_scope(DRAFT_PART):
         if kind.adaptive:
-            options = (widths, costs, kind, keys, synthetic, may_skip)
+            options = (widths, costs, kind, keys, synthetic, always_draft)
             sources = functools.partial(_propose_by_sources, drafter, lookup, *options)
-            state, proposed = _unless_resting(sources, state) if may_skip else sources(state)
+            state, proposed = sources(state) if always_draft else _unless_resting(sources, state)
         else:
             state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
             proposed = Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
@@ -134,7 +134,7 @@ def _run_drafter(
     assert drafter is not None
     assert state.drafter_input is not None
     rows, num_rows = state.drafter_input, num_drafts + 1
-    first_position = jnp.where(state.keeps_up, rows.first_position, -1)
+    first_position = jnp.where(state.uses_drafter, rows.first_position, -1)
     drafter_input = DrafterInput(rows.token_ids[:, :num_rows], rows.aux_hidden[:, :num_rows], rows.num, first_position)
     draft, drafter_state = drafter.propose(state.drafter_state, drafter_input, num, num_drafts, chooser)
     return dataclasses.replace(state, drafter_state=drafter_state), draft
@@ -167,7 +167,7 @@ def _propose_by_sources(
     kind: StepKind,
     keys: jax.Array | None,
     synthetic: SyntheticDrafts | None,
-    may_skip: bool,
+    always_draft: bool,
     state: DecodeState,
 ) -> tuple[DecodeState, Proposed]:
     """Propose limits[b] drafts at most per slot, by the better of its sources; choose how many to verify."""
@@ -184,21 +184,21 @@ def _propose_by_sources(
         trusted = looked_up.survival * pace.trust[:, 1:]
         worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
 
-    to_drafter, ran = jnp.where(pace.drafter_off, 0, limits), jnp.ones((), bool)
-    if may_skip:
+    to_drafter, ran = jnp.where(state.uses_drafter, limits, 0), jnp.ones((), bool)
+    if not always_draft:
         to_drafter = choose_drafts(expected_gains, to_drafter, num_active, costs, rate)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
         worth = jnp.sum(jnp.where(place < to_drafter[:, None], expected_gains, 0.0), axis=1) - worth_looked_up
         time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
         pays = jnp.sum(jnp.maximum(worth, 0.0)) >= time
         to_drafter = jnp.where(pays, to_drafter, 0)
-        ran = jnp.any(to_drafter > 0) | jnp.any(state.keeps_up & has_no_room(state, max(num_drafts, REST)))
+        ran = jnp.any(to_drafter > 0) | jnp.any(state.uses_drafter & has_no_room(state, max(num_drafts, REST)))
 
     def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
         state, _ = carry
-        if may_skip:
+        if not always_draft:
             assert state.drafter_input is not None
-            behind = jnp.any(state.keeps_up & (state.drafter_input.num > num_drafts + 1))
+            behind = jnp.any(state.uses_drafter & (state.drafter_input.num > num_drafts + 1))
             state = run_if(behind, functools.partial(absorb, drafter, lookup), state)
         state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
         confidence = draft.confidence if synthetic is None else synthetic.confidence
@@ -208,7 +208,7 @@ def _propose_by_sources(
 
     shape = (state.slots, num_drafts)
     none = DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.zeros(shape, jnp.float32))
-    state, draft = run_if(ran, run, (state, none)) if may_skip else run((state, none))
+    state, draft = run((state, none)) if always_draft else run_if(ran, run, (state, none))
     assert draft.confidence is not None
     counted = learned.survival(0, sampled, draft.confidence)
     drafts = SourceDrafts(draft.token_ids, draft.confidence, to_drafter, counted)
@@ -236,7 +236,7 @@ def _look_up(
     """Let the lookup drafter read the whole input and propose."""
     assert state.learned is not None
     assert state.drafter_input is not None
-    first_position = jnp.where(state.drafting, state.drafter_input.first_position, -1)
+    first_position = jnp.where(state.may_draft, state.drafter_input.first_position, -1)
     drafter_input = dataclasses.replace(state.drafter_input, first_position=first_position)
     draft, lookup_state = lookup.propose(state.lookup_state, drafter_input, limits, num_drafts, chooser)
     assert draft.confidence is not None
@@ -257,13 +257,13 @@ def absorb(drafter: Drafter | None, lookup: Drafter | None, state: DecodeState) 
     assert drafter is not None
     assert before is not None
     place = jnp.arange(before.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    taken = (place < before.num[:, None] - 1) & state.drafting[:, None]
+    taken = (place < before.num[:, None] - 1) & state.may_draft[:, None]
     positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
         lookup_state = state.lookup_state
         if lookup is not None:
             lookup_state = lookup.absorb(lookup_state, before.token_ids, before.aux_hidden, positions)
-        positions = jnp.where(state.keeps_up[:, None], positions, -1)
+        positions = jnp.where(state.uses_drafter[:, None], positions, -1)
         drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
     last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # inactive rows keep their input
 

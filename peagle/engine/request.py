@@ -1,5 +1,6 @@
 """Requests, and the chunks, steps and log-probabilities that the engine returns for them."""
 
+import enum
 import hashlib
 from dataclasses import dataclass
 from typing import Literal
@@ -67,7 +68,7 @@ class Request:
             check_num_drafts(self.num_speculative_tokens)
         check_stop_strings(self.stop)
 
-    def most_drafts(self, most: int) -> int:
+    def limit_drafts(self, most: int) -> int:
         """Return the most drafts of a step of this request in an engine with at most `most`."""
         return most if self.num_speculative_tokens is None else min(self.num_speculative_tokens, most)
 
@@ -86,6 +87,14 @@ class Request:
     def full_logits(self) -> bool:
         """Whether steps adjust this request's logits or return log-probabilities."""
         return self.sampling.adjusts or self.logprobs is not None or self.grammar is not None
+
+
+class Drafting(enum.IntEnum):
+    """How a slot drafts. It never becomes larger while the request has its slot."""
+
+    NEVER = 0
+    LOOKUP_ONLY = 1  # the drafter never reads its rows again, because catching up would cost too much
+    ALWAYS = 2  # by the drafter and by lookups, where drafts pay
 
 
 @dataclass(frozen=True)

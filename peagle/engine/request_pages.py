@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
+from peagle.engine.request import Drafting
 from peagle.ops.attention import PAGE_SIZE
 
 
@@ -20,7 +21,9 @@ class RequestPages:
         preempted request needs more, so that it is not preempted again at once. A hand-off has the pages for its rows.
         """
         memory, token_ids = self._memory, handle.computed_ids
-        with_drafter = memory.has_drafter and (handle.can_draft or self._prefills_for_later(token_ids))
+        with_drafter = memory.has_drafter and (
+            handle.drafting is not Drafting.NEVER or self._prefills_for_later(token_ids)
+        )
         table = memory.open(token_ids if handle.hand_off is None else (), with_drafter)
         promised = sum(
             max(0, memory.missing(other.table, len(other.computed_ids)))

@@ -5,10 +5,10 @@ The slot is the leading axis of every leaf but the pages, which all slots share.
     target pages       hold the prompt and all emitted tokens but the last: `length` of them
     pending_token      is the last emitted token; it is in no page
     drafter pages      lag by the tokens in drafter_input: rows first_position ..
-                       first_position + num - 1 = length - 1. They have no gap if `can_draft`
+                       first_position + num - 1 = length - 1. They have no gap if `drafting` is ALWAYS
     remaining          counts the tokens that may still be emitted
-    can_draft          is False in a slot that never drafts again
-    pace               says how the slot drafts at present, in adaptive engines; all slots share `learned`
+    drafting           says which sources may draft (peagle.engine.request.Drafting)
+    pace               says how often the slot drafts, in adaptive engines; all slots share `learned`
 
 A pass runs over the slots that the host names, gathered into a batch. The rows of a done slot, and of a batch entry
 without a slot, have position -1: they write and emit nothing.
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle.engine.adjust import Adjustments
 from peagle.engine.masks import all_allowed
-from peagle.engine.request import MOST_STOP_TOKENS, Request, fold_seed
+from peagle.engine.request import MOST_STOP_TOKENS, Drafting, Request, fold_seed
 from peagle.engine.sampling import RowSampling
 from peagle.engine.widths import Counts, Learned, Pace
 from peagle.ops.attention import PagedCache
@@ -47,7 +47,7 @@ class DecodeState:
     drafter_state: PyTree  # a PagedCache; of a drafter without caches, a tree whose leading axis is the slot
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
-    can_draft: jax.Array  # [B] bool
+    drafting: jax.Array  # [B] int32: Drafting
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
     adjustments: Adjustments | None  # taken by steps that need full logits (StepKind)
@@ -60,14 +60,14 @@ class DecodeState:
         return self.length.shape[0]
 
     @property
-    def drafting(self) -> jax.Array:
-        """[B]: active slots that can draft."""
-        return ~self.done & self.can_draft
+    def may_draft(self) -> jax.Array:
+        """[B]: active slots that draft, now or later."""
+        return ~self.done & (self.drafting != Drafting.NEVER)
 
     @property
-    def keeps_up(self) -> jax.Array:
-        """[B]: drafting slots whose rows the drafter reads, now or later."""
-        return self.drafting if self.pace is None else self.drafting & ~self.pace.drafter_off
+    def uses_drafter(self) -> jax.Array:
+        """[B]: active slots whose rows the drafter reads, now or later."""
+        return ~self.done & (self.drafting == Drafting.ALWAYS)
 
 
 @flax.struct.dataclass
@@ -84,7 +84,7 @@ class SlotParams:
     """The parameters of requests as arrays, led by the request, for `admit`."""
 
     remaining: jax.Array | np.ndarray
-    can_draft: jax.Array | np.ndarray  # [B] bool
+    drafting: jax.Array | np.ndarray  # [B] int32: Drafting
     stop_token_ids: jax.Array | np.ndarray
     sampling: RowSampling
     adjustments: Adjustments
@@ -97,7 +97,7 @@ class SlotParams:
         request: Request,
         stop_token_ids: tuple[int, ...],
         vocab_size: int,
-        can_draft: bool = True,
+        drafting: Drafting = Drafting.ALWAYS,
         masks: np.ndarray | None = None,
     ) -> "SlotParams":
         """Make the row of a request.
@@ -114,7 +114,7 @@ class SlotParams:
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         return cls(
             remaining=np.asarray([request.max_new_tokens], np.int32),
-            can_draft=np.asarray([can_draft]),
+            drafting=np.asarray([drafting], np.int32),
             stop_token_ids=stops,
             sampling=row,
             adjustments=Adjustments.of(request, vocab_size),
@@ -174,7 +174,7 @@ def init_state(
         drafter_state=drafter_state,
         done=jnp.ones((slots,), bool),
         remaining=zero,
-        can_draft=jnp.zeros((slots,), bool),
+        drafting=zero,
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
         adjustments=Adjustments.none(slots, target.vocab_size),
@@ -249,7 +249,7 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
         drafter_state = jax.tree.map(rows, state.drafter_state, drafter_state)
     # a whole batch also holds inactive slots: done within the pass, restored afterwards
     done = jnp.where(slots >= state.slots, state.done, after.done) if whole else rows(state.done, after.done)
-    names = ["length", "pending_token", "remaining", "can_draft", "pace", "lookup_state"]
+    names = ["length", "pending_token", "remaining", "drafting", "pace", "lookup_state"]
     names += ["adjustments"] if after.adjustments is not None else []
     changed = {name: jax.tree.map(rows, getattr(state, name), getattr(after, name)) for name in names}
     return dataclasses.replace(
@@ -304,7 +304,7 @@ def admit(
         drafter_input=drafter_input,
         done=rows(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
         remaining=rows(state.remaining, jnp.asarray(params.remaining) - 1),
-        can_draft=rows(state.can_draft, params.can_draft),
+        drafting=rows(state.drafting, params.drafting),
         stop_token_ids=rows(state.stop_token_ids, params.stop_token_ids),
         sampling=jax.tree.map(rows, state.sampling, params.sampling),
         adjustments=jax.tree.map(rows, state.adjustments, emitted),

@@ -8,8 +8,8 @@ Slot b drafts and verifies widths[b] <= K tokens. Its further rows have position
 steps widths are upper bounds, and `propose` chooses how many drafts to verify.
 
 A step that does not run the drafter appends the committed tokens to drafter_input. `absorb` passes them to the drafter
-later, so that its cache has no gap when the slot drafts again. In a slot whose drafter is off (`Pace.drafter_off`:
-catching up would cost too much, so only lookups still draft), drafter_input holds only the latest step's rows.
+later, so that its cache has no gap when the slot drafts again. In a slot that drafts by lookups only, drafter_input
+holds only the latest step's rows.
 
 For grammars the step can be cut after `propose` and after `verify`. While the target verifies, the host reads the
 drafts and fills in the masks for acceptance (peagle.engine.masks).
@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from peagle.engine.accept import Acceptance, accept
 from peagle.engine.adjust import adjust
 from peagle.engine.propose import DRAFT_PART, Proposed, SourceDrafts, has_no_room, propose, run_if
+from peagle.engine.request import Drafting
 from peagle.engine.sampling import log_probs
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import StepKind, StepOutput
@@ -115,14 +116,15 @@ def _commit(
     done = state.done | jnp.any(stops & kept, axis=1) | (remaining <= 0)
 
     drafter_input, too_far_behind = _input_after(state, proposed, run, verified.aux_hidden, acceptance, kind)
+    learned = _learn(state, proposed, acceptance, run, costs)
     after = dataclasses.replace(
-        _learn(state, proposed, acceptance, run, costs),
+        learned,
         length=jnp.where(active, state.length + acceptance.num_accepted + 1, state.length),
         pending_token=jnp.where(active, next_token, state.pending_token),
         drafter_input=drafter_input,
         done=done,
         remaining=remaining,
-        can_draft=state.can_draft & ~too_far_behind,
+        drafting=jnp.where(too_far_behind, jnp.int32(Drafting.NEVER), learned.drafting),
     )
     token_ids, token_log_probs = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
     if kind.full_logits:
@@ -135,9 +137,8 @@ def _commit(
         num_verified=proposed.widths,
         num_drafted=proposed.num_drafted,
         source=jnp.zeros_like(count) if proposed.adaptive is None else proposed.adaptive.source,
-        can_draft=after.can_draft,
-        caught_up=proposed.drafter_ran & state.keeps_up,
-        drafter_off=jnp.zeros_like(done) if after.pace is None else after.pace.drafter_off,
+        drafting=after.drafting,
+        caught_up=proposed.drafter_ran & state.uses_drafter,
         token_ids=token_ids,
         draft_token_ids=drafts,
         log_probs=token_log_probs,
@@ -181,9 +182,9 @@ def _learn(
     too_slow = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
     # decide before the drafter must run, because drafter_input is full
     behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.drafter_ran
-    pace = dataclasses.replace(pace, drafter_off=pace.drafter_off | (behind & too_slow))
+    most = jnp.where(behind & too_slow, jnp.int32(Drafting.LOOKUP_ONLY), jnp.int32(Drafting.ALWAYS))
     pace = pace.record_try(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
-    return dataclasses.replace(state, pace=pace, learned=learned)
+    return dataclasses.replace(state, drafting=jnp.minimum(state.drafting, most), pace=pace, learned=learned)
 
 
 def _learn_from_rest(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> DecodeState:
@@ -245,10 +246,10 @@ def _input_after(
             for old, new in ((before.num, num_new), (before.first_position, state.length))
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
-    read = jnp.asarray(proposed.drafter_ran & state.drafting)
+    read = jnp.asarray(proposed.drafter_ran & state.may_draft)
     if state.pace is not None and proposed.adaptive is not None and len(proposed.adaptive.sources) > 1:
         # only the lookup drafter reads the slot's rows, and it reads them at once
-        read |= state.pace.drafter_off & proposed.adaptive.tried
+        read |= (state.drafting == Drafting.LOOKUP_ONLY) & proposed.adaptive.tried
     begin = jnp.where(read, 0, before.num)
     full = ~state.done & (begin + num_new > room)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from peagle.engine.sampling import LogProbs
 from peagle.engine.widths import StepCosts
 
-FLAGS = ("can_draft", "caught_up", "drafter_off", "source")  # bits of a packed output, below num_drafted
+DRAFTING_BITS = 2  # of a packed output, above caught_up and source, below num_drafted
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class StepKind:
     sampled                some row is not greedy; such rows draw their drafts by the keys of the target's draws
     full_logits            some row has its logits adjusted or returns log-probabilities (Request.full_logits)
     synthetic_acceptance   see `draw_synthetic`
-    skip_drafter           no row ever drafts again, so plain steps keep nothing for the drafter
+    keep_drafter_input     False if no row drafts again: plain steps then keep nothing for the drafter
     adaptive               the step chooses its widths, and slots may rest
     """
 
@@ -31,7 +31,7 @@ class StepKind:
     sampled: bool = False
     full_logits: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
-    skip_drafter: bool = False
+    keep_drafter_input: bool = True
     adaptive: bool = False
 
     def no_costs(self, size: int) -> np.ndarray:
@@ -60,9 +60,8 @@ class StepOutput:
     num_verified: jax.Array | np.ndarray  # [B]
     num_drafted: jax.Array | np.ndarray  # [B]: of the slot's source; the first num_verified were verified
     source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the lookup drafter
-    can_draft: jax.Array | np.ndarray  # [B]: False if it never drafts again
+    drafting: jax.Array | np.ndarray  # [B]: Drafting; below ALWAYS the drafter's pages have a gap
     caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's
-    drafter_off: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
     log_probs: LogProbs | None = None  # of token_ids, if the step needs full logits
@@ -78,8 +77,11 @@ class StepOutput:
 
     def pack(self) -> Int[Array, "B W"]:
         """Pack into one array, which takes one copy to the host instead of ten."""
-        bits = [*(getattr(self, name) for name in FLAGS), self.num_drafted]
-        flags = sum(jnp.asarray(bit).astype(jnp.int32) << place for place, bit in enumerate(bits))
+        caught_up, source, drafting, num_drafted = (
+            jnp.asarray(number).astype(jnp.int32)
+            for number in (self.caught_up, self.source, self.drafting, self.num_drafted)
+        )
+        flags = caught_up | source << 1 | drafting << 2 | num_drafted << (2 + DRAFTING_BITS)
         numbers = (self.count, self.num_accepted, self.num_verified, flags)
         columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
         columns += [jnp.asarray(self.token_ids), jnp.asarray(self.draft_token_ids)]
@@ -103,14 +105,15 @@ class StepOutput:
         log_probs = None
         if rest.shape[-1]:
             log_probs = LogProbs.unpack(rest.reshape(*rest.shape[:-1], num_drafts + 1, -1))
-        bits = {name: (flags >> place & 1) != 0 for place, name in enumerate(FLAGS)}
         return cls(
             count=count,
             num_accepted=num_accepted,
             num_verified=num_verified,
-            num_drafted=flags >> len(FLAGS),
+            num_drafted=flags >> (2 + DRAFTING_BITS),
+            source=flags >> 1 & 1,
+            drafting=flags >> 2 & ((1 << DRAFTING_BITS) - 1),
+            caught_up=(flags & 1) != 0,
             token_ids=tokens,
             draft_token_ids=drafts,
             log_probs=log_probs,
-            **bits,
         )

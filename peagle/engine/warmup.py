@@ -52,18 +52,18 @@ class WarmUp:
     def compile(self, sampled: bool, full_logits: bool, constrained: bool) -> bool:
         """Run once the programs that such requests need; return whether some of them are new."""
         engine, batches = self._engine, self._engine.batches
-        kinds = {batches.kind(drafts, sampled, full_logits) for drafts in batches.possible_drafts}
+        kinds = {batches.kind(drafts, sampled, full_logits) for drafts in batches.program_drafts}
         if engine.config.adaptive and engine.costs is None:  # the costs are those of greedy steps
-            kinds |= {batches.kind(drafts, sampled=False) for drafts in batches.possible_drafts}
+            kinds |= {batches.kind(drafts, sampled=False) for drafts in batches.program_drafts}
         if engine.drafter is not None:
             plain = {kind for kind in kinds if not kind.num_drafts}
             if not engine.config.adaptive:  # then only requests that never draft take plain steps
                 kinds -= plain
-            kinds |= {dataclasses.replace(kind, skip_drafter=True) for kind in plain}
+            kinds |= {dataclasses.replace(kind, keep_drafter_input=False) for kind in plain}
         missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
         cut = set()
         if constrained:
-            kinds = {batches.kind(drafts, sampled=True, full_logits=True) for drafts in batches.possible_drafts}
+            kinds = {batches.kind(drafts, sampled=True, full_logits=True) for drafts in batches.program_drafts}
             cut = {("cut", kind, size) for kind in kinds for size in batches.sizes} - self._warm
         fully = {"full first token"} - self._warm if full_logits or constrained else set()
         new = bool(missing or cut or fully or "prompts" not in self._warm)
@@ -93,7 +93,7 @@ class WarmUp:
         tables = sum(engine.memory.table_widths)
         row = SlotParams.of(Request((0,), 1), (), engine.target.vocab_size)
         # without a prefix cache, requests that never draft are prefilled without the drafter
-        some_without = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
+        some_without = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.program_drafts
         for count, length in config.pass_shapes:
             interrupt.check()
             plan = chunk_plan((), (), length, np.full((count, tables), -1, np.int32))

@@ -218,7 +218,6 @@ def choose_drafts(
 class Pace:
     """How the slots draft; the slot is the leading axis. Methods return a changed copy."""
 
-    drafter_off: jax.Array  # [B] bool: the drafter never reads its rows again
     rests: jax.Array  # [B] int32: plain steps before drafting is tried again
     empties: jax.Array  # [B] int32: tries in a row that drafted nothing
     gain: jax.Array  # [B, K] float32: average gain of the drafter's drafts (`gains_of`); inf: not known yet
@@ -229,7 +228,7 @@ class Pace:
     def start(cls, slots: int, num_drafts: int, num_sources: int) -> "Pace":
         none, hits = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, num_sources), jnp.float32)
         unknown = jnp.full((slots, num_drafts), jnp.inf, jnp.float32)
-        return cls(jnp.zeros((slots,), bool), none, none, unknown, hits, hits)
+        return cls(none, none, unknown, hits, hits)
 
     def rest(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
         """Return for how many steps all active slots rest."""

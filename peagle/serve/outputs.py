@@ -62,7 +62,7 @@ class OutputCollector:
             if channels and tokenizer is not None:
                 least = request.sampling.min_tokens
                 parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop, min_tokens=least)
-            self._assemblers.append(Assembler(request, request.most_drafts(k), tokenizer, started_s, parser=parser))
+            self._assemblers.append(Assembler(request, request.limit_drafts(k), tokenizer, started_s, parser=parser))
         self._call: Call = loop.submit(requests) if decode else EchoCall(loop, requests)
         self._counted: list[AnswerMetrics] = []
         if metrics is not None:

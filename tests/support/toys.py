@@ -215,7 +215,7 @@ def check_state(state: DecodeState, capacity: int, slots: Sequence[int] | None =
     assert (remaining >= 1).all(), remaining
     assert (length + remaining <= capacity).all(), (length, remaining, capacity)
     if state.drafter_input is not None:
-        drafting = np.asarray(state.drafting) & decodes
+        drafting = np.asarray(state.may_draft) & decodes
         waiting = jax.tree.map(lambda leaf: np.asarray(leaf)[drafting], state.drafter_input)
         length, num, first = np.asarray(state.length)[drafting], waiting.num, waiting.first_position
         assert ((num >= 1) & (num <= waiting.token_ids.shape[1])).all(), num

@@ -15,7 +15,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.handle import EngineError
 from peagle.engine.programs import trace_counts
-from peagle.engine.request import Request
+from peagle.engine.request import Drafting, Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling
 from peagle.engine.state import init_state
@@ -175,7 +175,7 @@ def test_sampled_drafts_give_the_targets_frequencies() -> None:
         state,
         length=zeros + 1,
         done=zeros > 0,
-        can_draft=zeros == 0,
+        drafting=zeros + Drafting.ALWAYS,
         remaining=zeros + 100,
         sampling=RowSampling(ones, zeros, ones, 0 * ones, zeros, jnp.arange(rows, dtype=jnp.int32)),
     )
@@ -651,7 +651,7 @@ def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     before, skipped, steps = trace_counts(), [], engine.executor.steps
 
     def spy(plan, costs, count, kind):
-        skipped.append(kind.skip_drafter)
+        skipped.append(not kind.keep_drafter_input)
         return steps(plan, costs, count, kind)
 
     engine.executor.steps = spy

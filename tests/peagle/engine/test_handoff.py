@@ -170,12 +170,12 @@ def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
         request = Request(TOKENS[:40], 30, sampling, (), num_speculative_tokens=own_k)
         (tokens,), (steps,) = decode(local, [request])
         chunks, message = prefill(sender, request)
-        assert message.can_draft == (own_k is None)
+        assert message.with_drafter == (own_k is None)
         assert output_of(chunks + answer(receiver, request, message))[:2] == (tokens, steps)
     paused = local.add(request)
     chunks = read_until(local, paused, 9)
     rest, message = hand_over(local, paused)
-    assert not message.can_draft
+    assert not message.with_drafter
     assert output_of(chunks + rest + answer(receiver, request, message))[:2] == (tokens, steps)
 
 
@@ -200,10 +200,10 @@ def test_adaptive_engines_hand_over_and_a_drafter_that_was_left_out_sends_no_row
     handle = first.add(request, hand_off=message)
     chunks += read_until(first, handle, 150)
     rest, message = hand_over(first, handle)
-    assert message.can_draft == (draft_time < 1)
+    assert message.with_drafter == (draft_time < 1)
     tokens, steps, _ = output_of(chunks + rest + answer(second, request, message))
     assert tokens == plain
-    assert any(step.num_drafted and not step.source for step in steps) == message.can_draft
+    assert any(step.num_drafted and not step.source for step in steps) == message.with_drafter
     assert any(step.source for step in steps)
 
 

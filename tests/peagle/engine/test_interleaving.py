@@ -233,7 +233,7 @@ def interleave(
                 assert handle.finished == ("stop" if stopped else "length")
                 happened["stopped"] += handle.finished == "stop"
                 happened["ended by a grammar"] += whole[-1] == STOP and handle.matcher is not None
-                happened["cannot draft"] += not handle.can_draft
+                happened["cannot draft"] += not handle.drafting
                 happened["preempted"] += handle.num_preempted > 0
                 happened["known"] += handle.num_cached_tokens > 0
                 widths = self.drafted[handle]
