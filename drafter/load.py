@@ -34,7 +34,7 @@ from drafter.dialects import (
     parse_config,
     render_config,
 )
-from drafter.params import DrafterParams, LayerParams
+from drafter.params import DrafterLayerParams, DrafterParams
 from peagle.ops.checkpoint import Checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation
@@ -70,14 +70,14 @@ def load_drafter(
     draft_to_target = _draft_to_target(checkpoint, config)
     if (doubt := doubtful_map(checkpoint, config)) is not None:
         warnings.warn(doubt, InputWarning, stacklevel=2)
-    reader, first_layer = _Reader(checkpoint, config, dtype, implementation), _first_layer(checkpoint, config)
-    absent: dict[str, Any] = {field.name: None for field in dataclasses.fields(LayerParams)}
+    reader, first_layer = _DrafterReader(checkpoint, config, dtype, implementation), _first_layer(checkpoint, config)
+    absent: dict[str, Any] = {field.name: None for field in dataclasses.fields(DrafterLayerParams)}
     params = DrafterParams(
         embedding=reader.embedding(target_embedding),
         mask_hidden=reader.mask_hidden(),
         **{"aux_norm": None, "hidden_norm": None} | reader.leaves(own_leaves(config)),
         layers=tuple(
-            LayerParams(**absent | reader.leaves(layer_leaves(config, layer, first_layer)))
+            DrafterLayerParams(**absent | reader.leaves(layer_leaves(config, layer, first_layer)))
             for layer in range(config.num_layers)
         ),
         lm_head=reader.lm_head(target_lm_head, draft_to_target),
@@ -201,7 +201,7 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
     tensors = {EMBEDDING: np.asarray(params.embedding), LM_HEAD: as_matrix(params.lm_head).T} if own else {}
     if params.mask_hidden is not None:
         tensors[MASK_HIDDEN] = np.asarray(params.mask_hidden)[None]
-    parts: list[tuple[DrafterParams | LayerParams, list[Leaf]]] = [(params, own_leaves(config))]
+    parts: list[tuple[DrafterParams | DrafterLayerParams, list[Leaf]]] = [(params, own_leaves(config))]
     for index, layer in enumerate(params.layers):
         parts.append((layer, layer_leaves(config, index, FIRST_LAYERS[dialect if own else "speculators"])))
     for owner, leaves in parts:
@@ -217,7 +217,7 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
 
 
 @dataclasses.dataclass
-class _Reader:
+class _DrafterReader:
     """Read a checkpoint's tensors as parameters: cast vectors, arrange matrices for `linear`."""
 
     checkpoint: Checkpoint

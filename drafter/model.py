@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
-from drafter.params import DrafterParams, LayerParams
+from drafter.params import DrafterLayerParams, DrafterParams
 from peagle.ops.attention import Attend, after_rope, attention
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import embed, linear
@@ -125,7 +125,7 @@ def run_layers(
 
 
 def feed_forward(
-    p: LayerParams,
+    p: DrafterLayerParams,
     x: Float[Array, "B T D"],
     eps: float,
     positions: Int[Array, "B T"] | None = None,
@@ -136,7 +136,7 @@ def feed_forward(
     return product(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x)
 
 
-def norm_heads(qkv: jax.Array, p: LayerParams, config: DrafterConfig) -> jax.Array:
+def norm_heads(qkv: jax.Array, p: DrafterLayerParams, config: DrafterConfig) -> jax.Array:
     if p.query_norm is None or p.key_norm is None:
         return qkv
     heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)

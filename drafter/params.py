@@ -16,7 +16,7 @@ from peagle.ops.linear import PackedMatrix, SplitMatrix
 
 
 @flax.struct.dataclass
-class LayerParams:
+class DrafterLayerParams:
     """One decoder layer.
 
     In layer 0 of P-EAGLE and EAGLE-3 `norm` is the embedding's, `hidden_norm` the hidden state's, and qkv reads 2D.
@@ -45,7 +45,7 @@ class DrafterParams:
     aux_norm: jax.Array | None  # [A]: weight of the norm before fc, if the config has one
     fc: jax.Array | PackedMatrix  # [A, D]
     mask_hidden: jax.Array | None  # [M, A]: aux_hidden of a P-EAGLE's mask slots, one per depth or one for all
-    layers: tuple[LayerParams, ...]
+    layers: tuple[DrafterLayerParams, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | PackedMatrix | SplitMatrix  # [D, U]
     draft_to_target: jax.Array | None  # [U] int32, absolute ids; None: the draft vocabulary is the target's
@@ -72,9 +72,9 @@ def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
     def matrix(key: jax.Array, shape: tuple[int, int], scale: float = 1.0) -> jax.Array:
         return (jax.random.normal(key, shape, jnp.float32) * (scale * shape[0] ** -0.5)).astype(dtype)
 
-    def layer(index: int, key: jax.Array) -> LayerParams:
+    def layer(index: int, key: jax.Array) -> DrafterLayerParams:
         keys = jax.random.split(key, 4)
-        return LayerParams(
+        return DrafterLayerParams(
             norm=jnp.ones((c.hidden_size,), dtype),
             hidden_norm=jnp.ones((c.hidden_size,), dtype) if index == 0 and c.kind != "DFlash" else None,
             qkv=matrix(keys[0], (c.layer_input(index), qkv_width)),

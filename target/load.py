@@ -152,7 +152,7 @@ def load_target(
     if progress is not None:
         sizes = (part.read_size(*kind) * files.checkpoint.dtype(name).itemsize for name, kind in files.tensors.items())
         files.checkpoint.watch(progress, sum(sizes))
-    params = _Reader(files, part, np.dtype(dtype), implementation).params(layout)
+    params = _TargetReader(files, part, np.dtype(dtype), implementation).params(layout)
     files.checkpoint.finish()
     return LoadedTarget(params, part.config, stop_token_ids, layout, files.mxfp4)
 
@@ -170,7 +170,7 @@ def load_embedding_and_head(
 ) -> tuple[jax.Array, jax.Array | PackedMatrix]:
     """Read only a target's embedding [V, D] and head [D, V]. Raises InputError as load_target does."""
     files = open_target(directory)
-    return _Reader(
+    return _TargetReader(
         files, ModelShard(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation
     ).embedding_and_head()
 
@@ -237,7 +237,7 @@ def _expanding_pays(files: TargetCheckpoint, dtype: Any) -> bool:
 
 
 @dataclasses.dataclass
-class _Reader:
+class _TargetReader:
     files: TargetCheckpoint
     part: ModelShard
     dtype: np.dtype

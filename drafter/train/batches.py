@@ -22,7 +22,7 @@ OPEN_ROWS = 64  # the newest rows, into which a document may be packed
 
 
 @flax.struct.dataclass
-class Batch:
+class RowBatch:
     """R packed rows of T tokens with their chains: for each part of a row, n chains (drafter/train/cod.py)."""
 
     token_ids: Values  # [R, T]
@@ -90,7 +90,7 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """The rows of one folder, and how many of them each step has."""
 
     rows: Sequence[Row]
@@ -107,10 +107,10 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batches:
+class RowBatches:
     """The batches of a training. counts: the room for chains (`Partition.counts`)."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[DocumentSource, ...]
     recipe: Recipe
     counts: tuple[tuple[int, ...], ...]
 
@@ -118,7 +118,7 @@ class Batches:
     def rows_per_step(self) -> int:
         return sum(source.rows_per_step for source in self.sources)
 
-    def at(self, step: int) -> Batch:
+    def at(self, step: int) -> RowBatch:
         recipe, partition = self.recipe, self.recipe.partition
         step_rows = [
             source.at(step * source.rows_per_step + i, recipe.seed)
@@ -135,7 +135,7 @@ class Batches:
         shared = [name for name in rows[0] if all(name in row for row in rows)]
         stacked = {name: np.stack([row[name] for row in rows]) for name in shared}
         parts = range(len(self.counts))
-        return Batch(
+        return RowBatch(
             token_ids=stacked["token_ids"],
             positions=stacked["positions"],
             segment_ids=stacked["segment_ids"],

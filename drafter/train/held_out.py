@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from drafter.train.batches import Batch, Batches, Row, Source, pack
+from drafter.train.batches import DocumentSource, Row, RowBatch, RowBatches, pack
 from drafter.train.config import LossName
 from drafter.train.shards import ALONE, Document
 from peagle.ops.errors import InputError
@@ -24,11 +24,11 @@ class HeldOut:
     digest: of the documents, because losses on different documents are not comparable.
     """
 
-    batches: Batches
+    batches: RowBatches
     digest: str
 
     @classmethod
-    def of(cls, documents: Sequence[Document], batches: Batches) -> "HeldOut":
+    def of(cls, documents: Sequence[Document], batches: RowBatches) -> "HeldOut":
         """Pack documents as `batches` are packed. Raises InputError if none has a trained token."""
         if not any(document.trained.any() for document in documents):
             raise InputError("the held-out documents have no token that the target wrote; expected some")
@@ -41,9 +41,9 @@ class HeldOut:
         )
         rows += [Row((padding,))] * (-len(rows) % per_step)
         digest = hashlib.sha256(b"".join(document.token_ids.tobytes() for document in documents))
-        return cls(dataclasses.replace(batches, sources=(Source(rows, per_step),)), digest.hexdigest()[:12])
+        return cls(dataclasses.replace(batches, sources=(DocumentSource(rows, per_step),)), digest.hexdigest()[:12])
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RowBatch]:
         """Yield every row once, with the same chains each time."""
         (source,) = self.batches.sources
         return map(self.batches.at, range(len(source.rows) // source.rows_per_step))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.batches import Batch
+from drafter.train.batches import RowBatch
 from drafter.train.loss import Labels, Sums, TrainingRows, chain_loss, labels_of_best, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
 from peagle.ops.errors import InputError
@@ -29,7 +29,7 @@ ROWS = "rows"  # the mesh axis
 
 
 @runtime_checkable
-class Teacher(Protocol):
+class AnyTeacher(Protocol):
     """A target as a pytree: computes (logits [B, T, V], aux_hidden [B, T, A]) of packed rows (target/teacher.py)."""
 
     def __call__(
@@ -63,7 +63,7 @@ class Fixed:
     """
 
     draft_to_target: jax.Array | None = None
-    teacher: Teacher | None = None
+    teacher: AnyTeacher | None = None
     frozen: FrozenWeights | None = None
 
 
@@ -95,7 +95,7 @@ def gradients_of(
     recipe: Recipe,
     counts: tuple[tuple[int, ...], ...],
     fixed: Fixed,
-    batch: Batch,
+    batch: RowBatch,
     with_gradient: bool = True,
 ) -> tuple[Sums, Any]:
     """Compute (sums, gradient of the summed loss) of a batch, part after part; without a gradient, (sums, ()).
@@ -139,7 +139,7 @@ def gradients_of(
     return sums, gradient
 
 
-def _taught(teacher: Teacher | None, batch: Batch) -> TrainingRows:
+def _taught(teacher: AnyTeacher | None, batch: RowBatch) -> TrainingRows:
     """Return the whole rows with the target's outputs, stored or computed now."""
     target = dict(batch.teacher)
     if "aux_hidden" not in target or "top_ids" not in target:
@@ -205,7 +205,7 @@ def next_state(
     state: State,
     steps: jax.Array,
     fixed: Fixed,
-    batch: Batch,
+    batch: RowBatch,
 ) -> tuple[State, Record]:
     """Compute (the next state, the record). Runs on every device, on its own rows, one row after the other.
 
@@ -232,12 +232,12 @@ def _over_rows(
     counts: tuple[tuple[int, ...], ...],
     params: DrafterParams,
     fixed: Fixed,
-    batch: Batch,
+    batch: RowBatch,
     with_gradient: bool = True,
 ) -> tuple[Sums, Any]:
     """Sum (sums, gradient) over the rows of this device, one after the other, and over devices."""
 
-    def add_row(total: Any, row: Batch) -> tuple[Any, None]:
+    def add_row(total: Any, row: RowBatch) -> tuple[Any, None]:
         one = jax.tree.map(lambda leaf: leaf[None], row)
         result = gradients_of(params, config, recipe, counts, fixed, one, with_gradient)
         return jax.tree.map(jnp.add, total, result), None
@@ -264,7 +264,7 @@ def sums_program(
 ) -> Callable[..., Sums]:
     """Compile (params, fixed, batch) -> the batch's sums over all devices; no update."""
 
-    def body(params: DrafterParams, fixed: Fixed, batch: Batch) -> Sums:
+    def body(params: DrafterParams, fixed: Fixed, batch: RowBatch) -> Sums:
         return _over_rows(config, recipe, counts, params, fixed, batch, with_gradient=False)[0]
 
     return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=2)))

@@ -26,7 +26,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.batches import Batch, Batches
+from drafter.train.batches import RowBatch, RowBatches
 from drafter.train.folder import (
     CHECKPOINTS,
     EVALUATION,
@@ -40,7 +40,7 @@ from drafter.train.folder import (
 from drafter.train.held_out import HeldOut, score_of
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe, optimizer
-from drafter.train.step import Fixed, FrozenWeights, Record, State, Teacher, devices_for, step_program, sums_program
+from drafter.train.step import AnyTeacher, Fixed, FrozenWeights, Record, State, devices_for, step_program, sums_program
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of, write_text_whole
 from peagle.ops.memory import format_size
@@ -49,7 +49,7 @@ from peagle.ops.strict_json import dumps
 NEWEST_KEPT = 2  # checkpoints, besides the best one
 
 
-class Pace:
+class StepTimer:
     """Measure a training's speed and remaining time.
 
     The first step and the first pause of a kind compile, so they say nothing about the next ones.
@@ -108,8 +108,8 @@ class Trainer:
     out: Path
     config: DrafterConfig
     recipe: Recipe
-    batches: Batches
-    teacher: Teacher | None
+    batches: RowBatches
+    teacher: AnyTeacher | None
     draft_to_target: np.ndarray | None = None
     frozen: FrozenWeights | None = None  # of a DFlash drafter
     held_out: HeldOut | None = None
@@ -148,13 +148,13 @@ class Trainer:
     def _train(
         self,
         checkpoints: ocp.CheckpointManager,
-        step: Callable[[State, Batch], tuple[State, Record]],
+        step: Callable[[State, RowBatch], tuple[State, Record]],
         initial: DrafterParams,
     ) -> DrafterParams:
         state, first = self.begin(initial), checkpoints.latest_step() or 0
         if checkpoints.latest_step() is not None:
             state = self._read(checkpoints, first, jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-        evaluated, pace = self._keep_log_until(first), Pace()
+        evaluated, pace = self._keep_log_until(first), StepTimer()
         self._expect_best(checkpoints)
         started, done, ends = time.monotonic(), first, self._ends(first)
         if ends:
@@ -193,7 +193,7 @@ class Trainer:
         return self._whole(state.params)
 
     def _measure_and_save(
-        self, checkpoints: ocp.CheckpointManager, done: int, state: State, ends: bool, pace: Pace
+        self, checkpoints: ocp.CheckpointManager, done: int, state: State, ends: bool, pace: StepTimer
     ) -> None:
         """Measure and save a step, if it is time for that."""
         if ends and done < self.recipe.steps:  # save first: a process that is told to end may soon be killed
@@ -232,14 +232,14 @@ class Trainer:
             if what is not None
         }
 
-    def _evaluate(self, done: int, state: State, ends: bool, pace: Pace) -> None:
+    def _evaluate(self, done: int, state: State, ends: bool, pace: StepTimer) -> None:
         if self.evaluate is not None and self._evaluates(done, ends):
             began = time.monotonic()
             figures = dict(self.evaluate(self._whole(state.params)))
             self._log({"step": done, EVALUATION: figures})
             pace.paused(EVALUATION, time.monotonic() - began, figures.get("elapsed_s"))
 
-    def _measure(self, done: int, state: State, pace: Pace) -> None:
+    def _measure(self, done: int, state: State, pace: StepTimer) -> None:
         assert self.held_out is not None
         began = time.monotonic()
         figures = self.held_out_figures(state)
@@ -296,7 +296,7 @@ class Trainer:
     def _draft_to_target(self) -> jax.Array | None:
         return None if self.draft_to_target is None else jnp.asarray(self.draft_to_target, jnp.int32)
 
-    def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
+    def compiled(self) -> Callable[[State, RowBatch], tuple[State, Record]]:
         """Compile a step over all devices; a call donates the state's memory."""
         any_length = dataclasses.replace(self.recipe, steps=1)
         step = step_program(self.config, any_length, self.batches.counts, self._mesh)

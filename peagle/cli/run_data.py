@@ -228,7 +228,7 @@ def _write_shards(
 ) -> None:
     """Write the missing shards, with progress. Raises InputError if no prompt of any shard has an answer."""
     open_folder(checked.out, checked.manifest)
-    progress = _Progress(sum(len(checked.shard(number)) for number in checked.missing))
+    progress = _AnswerProgress(sum(len(checked.shard(number)) for number in checked.missing))
     groups, empty = _groups(checked.conversations), []
     doing = "answering" if settings.answers == "generated" else "reading the answers to"
     for index, number in enumerate(checked.missing):
@@ -274,7 +274,7 @@ def _taught(
         return list(with_teacher(documents, teacher, settings.hidden, settings.top, settings.keep_prompt, stage, done))
 
 
-class _Progress:
+class _AnswerProgress:
     """Count the conversations that have ended, and estimate the time left, with the teacher's passes so far."""
 
     def __init__(self, total: int) -> None:

@@ -17,9 +17,9 @@ from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import calibration, page
-from peagle.measure.sweep.figures import Row, alone, concurrent, rows
+from peagle.measure.sweep.figures import VariantRow, alone, concurrent, rows
 from peagle.measure.sweep.headline import headlines
-from peagle.measure.sweep.plan import FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep.plan import FULL, PLAIN, Plan, PromptSource, numbers, parse_ks, short_names
 from peagle.measure.sweep.run import Models, Pairs, SweepRun, make_requests, models_of, num_turns
 from peagle.measure.sweep.store import RAW, Folder, begin, open_run
 from peagle.ops import interrupt
@@ -138,7 +138,7 @@ def _left_out(folder: Folder) -> Iterator[str]:
             yield f"{source.name}: {count} left out or cut, the first: {reasons[0]}"
 
 
-def _rows_without_drafts(figures: Sequence[Row]) -> Iterator[str]:
+def _rows_without_drafts(figures: Sequence[VariantRow]) -> Iterator[str]:
     """Name the rows in which auto verified no draft: their speed-up does not measure drafting."""
     for row in [*alone(figures), *concurrent(figures)]:
         if not isinstance(row.k, int) and not row.num_spec_steps:
@@ -149,7 +149,7 @@ def _rows_without_drafts(figures: Sequence[Row]) -> Iterator[str]:
             )
 
 
-def _finish(folder: Folder, display: Display) -> Sequence[Row]:
+def _finish(folder: Folder, display: Display) -> Sequence[VariantRow]:
     """Write the figures into run.json, show them, write the pages beside it, and return the figures."""
     with display.stage("figures"):
         figures = rows(folder)
@@ -229,7 +229,7 @@ def _check_concurrency(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
             )
 
 
-def _num_requests(source: Source, raw: bool, sets: Mapping[str, PromptSet]) -> int:
+def _num_requests(source: PromptSource, raw: bool, sets: Mapping[str, PromptSet]) -> int:
     return sum(
         num_turns(source, raw, conversation) for conversation in sets[source.name].conversations[: source.num_used]
     )
@@ -240,11 +240,11 @@ def _read(path: Path, target: str, raw: Sequence[bool], strict: bool) -> PromptS
     return read_prompts(path, resolve(target, "target"), Rendering(raw=False not in raw), strict=strict)
 
 
-def _source(file: str, prompts: PromptSet, settings: Sweep) -> Source:
+def _source(file: str, prompts: PromptSet, settings: Sweep) -> PromptSource:
     num_conversations = len(prompts.conversations)
     # by default all prompts of a file, because files are often sorted by category
     num_prompts = (DEMO_PROMPTS if file == DEMO else 0) if settings.num_prompts is None else settings.num_prompts
-    return Source(
+    return PromptSource(
         name=prompts.name,
         file=file,
         layout=prompts.layout,
@@ -339,7 +339,7 @@ def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
 def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> None:
     stored = None if folder is None else folder.prompts()
 
-    def num_requests(source: Source, raw: bool) -> int:
+    def num_requests(source: PromptSource, raw: bool) -> int:
         if stored is None:
             return _num_requests(source, raw, sets)
         return sum((request.prompts, request.raw) == (source.name, raw) for request in stored[0])

@@ -17,7 +17,7 @@ from drafter.config import DrafterConfig
 from drafter.dialects import Dialect
 from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
-from drafter.train.batches import Batches
+from drafter.train.batches import RowBatches
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, MOVABLE, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
@@ -102,7 +102,7 @@ class CheckedTraining:
     vocab: DraftVocab | None
     digests: dict[str, dict[str, str]]  # digests of the files that may change between two resumes, for the record
     recipe: Recipe  # with steps = 1 if --minutes decides them
-    batches: Batches
+    batches: RowBatches
     begun: dict[str, Any] | None  # the record of the training to resume
     devices: int | None  # that share the rows of a step
 
@@ -263,7 +263,7 @@ def _check(settings: Train) -> CheckedTraining:
         counts = recipe.partition.block_counts(recipe.cod.depth, recipe.blocks)
     else:
         counts = recipe.partition.counts(recipe.cod, *anchors(data.sources, recipe.partition))
-    batches = Batches(data.sources, recipe, counts)
+    batches = RowBatches(data.sources, recipe, counts)
     devices_for(settings.rows, devices)  # raises InputError if they cannot share the rows
     return CheckedTraining(
         name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,

@@ -14,7 +14,7 @@ from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
 from peagle.engine.plans import chunk_plan, step_plan
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.scheduler import Piece
+from peagle.engine.scheduler import PromptPiece
 from peagle.engine.step_kinds import StepKind
 from peagle.ops import native
 
@@ -33,7 +33,7 @@ class StepBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batches:
+class StepBatches:
     """The step programs that an engine may run: numbers of drafts, variants and batch sizes."""
 
     config: ResolvedConfig
@@ -98,7 +98,7 @@ class Batches:
             by_row[row] = handle
         return tuple(by_row)
 
-    def chunk_plan(self, pieces: Sequence[Piece[Handle]], shape: tuple[int, int]) -> np.ndarray:
+    def chunk_plan(self, pieces: Sequence[PromptPiece[Handle]], shape: tuple[int, int]) -> np.ndarray:
         """Write the plan of a pass over pieces of prompts. shape: (prompts, rows per prompt)."""
         size, length = shape
         tables = np.full((size, sum(self.memory.table_widths)), -1, np.int32)

@@ -28,7 +28,7 @@ import numpy as np
 
 from peagle.engine import handoff
 from peagle.engine.admission import Admission
-from peagle.engine.batches import Batches, StepBatch
+from peagle.engine.batches import StepBatch, StepBatches
 from peagle.engine.collect import Collector, InFlight
 from peagle.engine.constrained import Constrained
 from peagle.engine.executor import Executor
@@ -96,7 +96,7 @@ class Engine(AnyEngine):
             counts=config.counts,
         )
         self.executor = make_executor(target, self.drafter, shape, lookup if config.adaptive else None)
-        self.batches, self.pages = Batches(config, self.memory), RequestPages(self.memory)
+        self.batches, self.pages = StepBatches(config, self.memory), RequestPages(self.memory)
         self.constrained = Constrained(target.vocab_size, config)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica (peagle.engine.replicas)
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)

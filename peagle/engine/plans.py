@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.engine.prefill import ChunkRows
-from peagle.engine.state import Batch
+from peagle.engine.state import SlotBatch
 
 
 def step_plan(slots: Sequence[int], widths: Sequence[int], tables: np.ndarray, absent: int) -> np.ndarray:
@@ -38,10 +38,12 @@ def chunk_plan(
     return plan
 
 
-def read_step_plan(plan: jax.Array, table_widths: tuple[int, ...], num_target_groups: int) -> tuple[Batch, jax.Array]:
+def read_step_plan(
+    plan: jax.Array, table_widths: tuple[int, ...], num_target_groups: int
+) -> tuple[SlotBatch, jax.Array]:
     """Return (the batch, the widths of its slots)."""
     tables = _cut(plan[:, 2:], table_widths)
-    return Batch(plan[:, 0], tables[:num_target_groups], tables[num_target_groups:]), plan[:, 1]
+    return SlotBatch(plan[:, 0], tables[:num_target_groups], tables[num_target_groups:]), plan[:, 1]
 
 
 def read_chunk_plan(plan: jax.Array, table_widths: tuple[int, ...]) -> tuple[ChunkRows, tuple[jax.Array, ...]]:

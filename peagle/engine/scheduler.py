@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Piece(Generic[Key]):
+class PromptPiece(Generic[Key]):
     """Tokens begin .. begin + count - 1 of a prompt; `last`: they complete it. count 0: all of it is cached."""
 
     key: Key
@@ -34,7 +34,7 @@ class Piece(Generic[Key]):
 class Chunk(Generic[Key]):
     """Compute pieces of prompts in one pass of `shape`: (prompts, rows per prompt)."""
 
-    pieces: tuple[Piece[Key], ...]
+    pieces: tuple[PromptPiece[Key], ...]
     shape: tuple[int, int]
 
 
@@ -160,10 +160,10 @@ class Scheduler(Generic[Key]):
                 del self._progress[piece.key]
         return Chunk(pieces, shape)
 
-    def _piece(self, key: Key, rows: int) -> Piece[Key]:
+    def _piece(self, key: Key, rows: int) -> PromptPiece[Key]:
         done, length = self._progress[key].done, self._progress[key].length
         count = min(rows - (done > 0), length - done)
-        return Piece(key, done, count, done + count == length)
+        return PromptPiece(key, done, count, done + count == length)
 
     def _steps(self, times: DispatchTimes) -> Steps:
         """Choose steps: cut ones while a request has a grammar, and whole steps of the others in between."""

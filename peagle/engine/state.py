@@ -71,7 +71,7 @@ class DecodeState:
 
 
 @flax.struct.dataclass
-class Batch:
+class SlotBatch:
     """The slots of one pass and their page tables."""
 
     slots: jax.Array  # [B] int32; an entry without a slot has the number of slots
@@ -184,7 +184,7 @@ def init_state(
     )
 
 
-def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool) -> DecodeState:
+def take(state: DecodeState, batch: SlotBatch, input_rows: int | None, adjusts: bool) -> DecodeState:
     """Gather the slots of one pass, with their tables. A batch with an entry per slot holds them in order.
 
     input_rows: how many rows of drafter_input the pass needs; None: all; 0: no drafter_input. adjusts: it needs the
@@ -218,7 +218,7 @@ def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool
     )
 
 
-def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
+def put(state: DecodeState, batch: SlotBatch, after: DecodeState) -> DecodeState:
     """Scatter the slots of a pass back (`take`). Leaves that the pass did not take stay."""
     slots, whole = batch.slots, batch.slots.shape[0] == state.slots
 

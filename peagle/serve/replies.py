@@ -52,7 +52,7 @@ class Usage(Reply):
     completion_tokens_details: CompletionDetails
 
 
-class Speculation(Reply):
+class SpeculativeDecoding(Reply):
     """Counts of a reply's steps, under vLLM's names."""
 
     mean_acceptance_length: Number
@@ -68,7 +68,7 @@ class Speculation(Reply):
 
 
 class Figures(Reply):
-    speculative_decoding: Speculation
+    speculative_decoding: SpeculativeDecoding
 
 
 class Head(Reply):

@@ -67,7 +67,7 @@ ITEM: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(InputItem)
 
 
 @dataclass(frozen=True)
-class Past:
+class PastItems:
     """The kept items that a body names. items: those before its input. references: by id."""
 
     items: Sequence[StoredItem] = ()
@@ -98,7 +98,7 @@ async def start(service: Service, body: ResponsesBody, owner: str = "") -> Gener
     return Generation(body.stream, formatter, outputs)
 
 
-def _past(service: Service, body: ResponsesBody, owner: str) -> Past:
+def _past(service: Service, body: ResponsesBody, owner: str) -> PastItems:
     """Find the items that a body names. Raises ApiError for one that is not kept, and for more than fit."""
     items: Sequence[StoredItem] = ()
     if body.previous_response_id is not None:
@@ -110,10 +110,10 @@ def _past(service: Service, body: ResponsesBody, owner: str) -> Past:
         for index, item in enumerate(given)
         if isinstance(item, ItemReference)
     }
-    return Past(items, references)
+    return PastItems(items, references)
 
 
-async def _keeper(service: Service, body: ResponsesBody, past: Past, owner: str) -> Keep | None:
+async def _keeper(service: Service, body: ResponsesBody, past: PastItems, owner: str) -> Keep | None:
     """Return what keeps the response; None: it is not to be kept. Raises ApiError if it cannot be."""
     if body.store and not service.responses.keeps and "store" in body.model_fields_set:
         message = "store is true, but this server keeps no responses; set it to false, or raise --response-store"
@@ -124,7 +124,7 @@ async def _keeper(service: Service, body: ResponsesBody, past: Past, owner: str)
     return functools.partial(service.responses.keep, owner, items)
 
 
-def _stored_input(body: ResponsesBody, past: Past) -> list[StoredItem]:
+def _stored_input(body: ResponsesBody, past: PastItems) -> list[StoredItem]:
     """Make the items of a response's input, with those of the responses before it."""
     return [
         *past.items,
@@ -168,12 +168,12 @@ class AsChat:
     notes: Sequence[str]  # for the server's log
 
 
-def as_chat(body: ResponsesBody, past: Past | None = None) -> AsChat:
+def as_chat(body: ResponsesBody, past: PastItems | None = None) -> AsChat:
     """Make the chat of a body. Raises ApiError for a body that is no chat."""
     logprobs = LOGPROBS_OF_TEXT in body.include
     if body.top_logprobs and not logprobs:
         raise ApiError(400, f"top_logprobs is given without {LOGPROBS_OF_TEXT!r}; add that to include", "top_logprobs")
-    tools, messages, choice = _tools(body), _messages(body, past or Past()), body.tool_choice
+    tools, messages, choice = _tools(body), _messages(body, past or PastItems()), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
     chat = ResponseChat(
         ResponsesFieldNames(items=[item for _, item in messages], tools=tools.fields),
@@ -260,7 +260,7 @@ class _NamedItem:
     item: Item
 
 
-def _messages(body: ResponsesBody, past: Past) -> list[_NamedMessage]:
+def _messages(body: ResponsesBody, past: PastItems) -> list[_NamedMessage]:
     """Make the messages of the chat, instructions first, with their names in the body."""
     messages = []
     if body.instructions:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.train.batches import Source, pack
+from drafter.train.batches import DocumentSource, pack
 from drafter.train.cod import Partition
 from drafter.train.config import DrafterShape
 from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
@@ -24,7 +24,7 @@ EDGE = 2  # a chain begins up to this many tokens before the first token that it
 class TrainingData:
     """The documents of a training."""
 
-    sources: tuple[Source, ...]  # rows of the documents that are not held out
+    sources: tuple[DocumentSource, ...]  # rows of the documents that are not held out
     documents: list[Document]  # all
     held_out: list[Document]
     num_repeated: int  # documents with the prompt of one before them
@@ -66,7 +66,9 @@ def training_data(
         groups = [(own, rows * share // total) for own, (_, share) in zip(folders, parts, strict=True)]
     room = FILLED_FRAC * width * rows_of_evaluation(rows) / rows
     split = keep_back([(own, int(room * count)) for own, count in groups], held_out_frac, seed)
-    sources = tuple(Source(pack(trained, width), count) for (trained, _), (_, count) in zip(split, groups, strict=True))
+    sources = tuple(
+        DocumentSource(pack(trained, width), count) for (trained, _), (_, count) in zip(split, groups, strict=True)
+    )
     held_out = [document for _, kept_back in split for document in kept_back]
     if not held_out and int(held_out_frac * len(documents)):
         _warn_of_none_held_out(len(documents))
@@ -152,7 +154,7 @@ def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
     return parts
 
 
-def anchors(sources: Sequence[Source], partition: Partition) -> tuple[int, int]:
+def anchors(sources: Sequence[DocumentSource], partition: Partition) -> tuple[int, int]:
     """Choose how many anchors of chains have room: (in a row, in a part of it).
 
     Most rows have no more trained tokens; those of fuller rows are sampled.

@@ -12,7 +12,7 @@ from cyclopts.argument import ArgumentCollection
 
 import peagle.loading
 from peagle.cli import display
-from peagle.engine.batches import Batches
+from peagle.engine.batches import StepBatches
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
 from tests.support.pairs import Directories, toy_pair, write_drafter, write_target, write_tokenizer
@@ -56,7 +56,7 @@ def _batches_have_one_size(request: pytest.FixtureRequest) -> Iterator[None]:
     path = request.path.relative_to(Path(__file__).parent).as_posix()
     with pytest.MonkeyPatch.context() as patch:
         if not path.startswith(SIZES_OF_THEIR_OWN):
-            patch.setattr(Batches, "sizes", property(lambda batches: (batches.config.slots,)))
+            patch.setattr(StepBatches, "sizes", property(lambda batches: (batches.config.slots,)))
         yield
 
 

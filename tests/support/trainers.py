@@ -14,7 +14,7 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.train import step
-from drafter.train.batches import Batches, Source, pack
+from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.config import Cod
 from drafter.train.folder import LOG, read_log
 from drafter.train.recipe import Recipe
@@ -70,9 +70,9 @@ def trainer(
     out: Path, recipe: Recipe = RECIPE, rows: int = 2, starts: Iterable[int] = range(30), **options: Any
 ) -> Trainer:
     """Make a training of the documents that begin with these tokens."""
-    source = Source(pack([document(start, 7 + start % 5) for start in starts], recipe.width), rows)
+    source = DocumentSource(pack([document(start, 7 + start % 5) for start in starts], recipe.width), rows)
     counts = recipe.partition.counts(recipe.cod, recipe.width)
-    batches = Batches((source,), recipe, counts)
+    batches = RowBatches((source,), recipe, counts)
     table = jax.random.normal(jax.random.key(3), (VOCAB, CONFIG.aux_width), jnp.float32)
     out.mkdir(exist_ok=True)
     return Trainer(out, CONFIG, recipe, batches, Counting(table), **{"save_every": 4, "log_every": 2, **options})

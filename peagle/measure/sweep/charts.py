@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from peagle.measure.estimates import Estimate
-from peagle.measure.sweep.figures import Row
+from peagle.measure.sweep.figures import VariantRow
 from peagle.measure.sweep.plan import k_order
 from peagle.ops.errors import InputWarning
 from peagle.ops.files import reason_of
@@ -43,7 +43,7 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
+def speedup(series: Mapping[str, Sequence[VariantRow]]) -> str | None:
     """Draw speed-up over K, a line per series. `auto` is on the right, without a line to it."""
     ks = list(dict.fromkeys(row.k for rows in series.values() for row in rows))
     ks.sort(key=k_order)
@@ -63,7 +63,7 @@ def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
     return _lines(lines, finish, joined_until=first_auto - 0.5)
 
 
-def positions(series: Mapping[str, Row]) -> str | None:
+def positions(series: Mapping[str, VariantRow]) -> str | None:
     """Draw the acceptance rate by position of the draft, a line per series. None if nothing was drafted."""
     lines = {name: list(enumerate(row.rate_per_position, 1)) for name, row in series.items()}
 
@@ -74,7 +74,7 @@ def positions(series: Mapping[str, Row]) -> str | None:
     return _lines(lines, finish)
 
 
-def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
+def concurrency(series: Mapping[str, Sequence[VariantRow]]) -> str | None:
     """Draw total tok/s over the number of requests at once, a line per variant."""
     lines = {name: [(row.concurrency or 1, row.tok_per_s) for row in rows] for name, rows in series.items()}
     points = [point for line in lines.values() for point in line if point[1] is not None]

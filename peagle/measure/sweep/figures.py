@@ -1,4 +1,4 @@
-"""Compute the figures of a run from its raw lines: a Row for every workload and variant.
+"""Compute the figures of a run from its raw lines: a VariantRow for every workload and variant.
 
 Intervals are by bootstrap over conversations: the turns of one and all their repeats stay together. A request loops if
 the loop share of the variant's output is above 0.3 in any repeat.
@@ -57,7 +57,7 @@ class WithoutLoops:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Figures:
+class VariantFigures:
     """The figures of some requests."""
 
     num_requests: int
@@ -91,14 +91,14 @@ class Figures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartFigures(Figures):
+class PartFigures(VariantFigures):
     """The figures of a category, or of a bucket of prompt lengths."""
 
     part: str  # its name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row(Figures):
+class VariantRow(VariantFigures):
     """The figures of one variant in one workload."""
 
     workload: Workload
@@ -242,7 +242,7 @@ def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[Pairing]]:
     return by_variant
 
 
-def rows(folder: Folder) -> list[Row]:
+def rows(folder: Folder) -> list[VariantRow]:
     """Compute the figures of each workload and variant with complete requests, in the plan's order."""
     return [
         _row(folder.plan, workload, variant, requests)
@@ -251,28 +251,28 @@ def rows(folder: Folder) -> list[Row]:
     ]
 
 
-def alone(rows: Iterable[Row]) -> list[Row]:
+def alone(rows: Iterable[VariantRow]) -> list[VariantRow]:
     """Select the rows of one request at a time."""
     return [row for row in rows if row.concurrency is None]
 
 
-def concurrent(rows: Iterable[Row]) -> list[Row]:
+def concurrent(rows: Iterable[VariantRow]) -> list[VariantRow]:
     """Select the rows of many requests at once."""
     return [row for row in rows if row.concurrency is not None]
 
 
-def of_workload(rows: Iterable[Row], workload: Workload) -> list[Row]:
+def of_workload(rows: Iterable[VariantRow], workload: Workload) -> list[VariantRow]:
     """Select a workload's rows."""
     return [row for row in rows if row.workload == workload]
 
 
-def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pairing]) -> Row:
+def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pairing]) -> VariantRow:
     singly = pairings if variant.concurrency is None else []  # figures of single requests are of these
     units = _by_request(pairings) if singly else _by_repeat(pairings)
     repeats = np.sum([pairing.times for pairing in pairings], axis=0) if singly else units.times
     rates = repeats[(repeats[:, RATES] > 0).all(axis=1)][:, RATES]
     slower = [_is_slower(pairing.times) for pairing in singly if pairing.times.any(axis=1).sum() >= FEWEST_REPEATS]
-    return Row(
+    return VariantRow(
         workload=workload,
         variant=variant,
         label=plan.label(variant.at(None)),
@@ -416,7 +416,7 @@ def _is_slower(times: np.ndarray) -> bool:
     return bool(logs.mean() + stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) < np.log(SLOWER))
 
 
-def best(rows: Iterable[Row]) -> Row | None:
+def best(rows: Iterable[VariantRow]) -> VariantRow | None:
     """Choose a workload's row with the highest speed-up.
 
     Leaves out rows that lack requests, and an `auto` that never drafted, which is plain decoding.

@@ -14,7 +14,7 @@ from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
 from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.compare import Change, Difference
-from peagle.measure.sweep.figures import Row, alone, best, of_workload
+from peagle.measure.sweep.figures import VariantRow, alone, best, of_workload
 from peagle.measure.sweep.plan import PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable
@@ -28,7 +28,7 @@ class Verdict:
     """The fastest variant that drafts in a workload."""
 
     workload: Workload
-    fastest: Row | None  # None: no speed-up is known
+    fastest: VariantRow | None  # None: no speed-up is known
     why_none: str = ""
 
     @property
@@ -52,13 +52,13 @@ def title(folder: Folder) -> str:
     return f"Speculative decoding of {target} with {named}, {str(folder.origins[0]['time'])[:10]}"
 
 
-def headlines(folder: Folder, rows: Sequence[Row]) -> list[str]:
+def headlines(folder: Folder, rows: Sequence[VariantRow]) -> list[str]:
     """Write a sentence about each workload. They begin with its name if there are several."""
     judged = verdicts(folder, rows)
     return [f"{verdict.workload.label}: " * (len(judged) > 1) + sentence(verdict) for verdict in judged]
 
 
-def loads(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
+def loads(folder: Folder, rows: Sequence[VariantRow]) -> list[tuple[str, str]]:
     """Return (load, a sentence about its fastest variant) for each number of requests at once."""
     return [
         (
@@ -71,7 +71,7 @@ def loads(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
     ]
 
 
-def verdicts(folder: Folder, rows: Sequence[Row]) -> list[Verdict]:
+def verdicts(folder: Folder, rows: Sequence[VariantRow]) -> list[Verdict]:
     """Find the fastest variant of each workload, of those that decode one request at a time."""
     judged = []
     for workload in folder.plan.workloads:
@@ -81,13 +81,13 @@ def verdicts(folder: Folder, rows: Sequence[Row]) -> list[Verdict]:
     return judged
 
 
-def speedup_of(row: Row) -> Estimate:
+def speedup_of(row: VariantRow) -> Estimate:
     """Return the speed-up of a row that `best` chose."""
     assert row.speedup is not None
     return row.speedup
 
 
-def _why_none(folder: Folder, workload: Workload, drafting: Sequence[Row]) -> str:
+def _why_none(folder: Folder, workload: Workload, drafting: Sequence[VariantRow]) -> str:
     failed = {variant: why for (at, variant), why in folder.errors().items() if at == workload}
     if PLAIN in failed:
         return f"no speed-up is known, because {PLAINLY} failed: {failed[PLAIN]}"
@@ -152,7 +152,7 @@ def notes(folder: Folder) -> Iterator[tuple[str, str]]:
         yield "Mixed times", "parts of the run were timed on different machines or versions (see the end)"
 
 
-def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
+def caveats(folder: Folder, rows: Sequence[VariantRow]) -> list[tuple[str, str]]:
     """List the caveats of a run as (name, text)."""
     plan, judged = folder.plan, verdicts(folder, rows)
     texts: dict[str, list[str]] = {}
@@ -166,7 +166,7 @@ def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [(name, "; ".join(lines)) for name, lines in texts.items()]
 
 
-def _caveats(plan: Plan, verdict: Verdict, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _caveats(plan: Plan, verdict: Verdict, rows: Sequence[VariantRow]) -> Iterator[tuple[str, str]]:
     for row in rows:
         if row.num_differing:
             load = "" if row.concurrency is None else f" with {row.concurrency} requests at once"

@@ -12,7 +12,7 @@ from peagle.measure.provenance import machine_text, origin_text
 from peagle.measure.sweep import charts, headline
 from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Change, Difference
-from peagle.measure.sweep.figures import SLOWER, Row, alone, best, concurrent, of_workload
+from peagle.measure.sweep.figures import SLOWER, VariantRow, alone, best, concurrent, of_workload
 from peagle.measure.sweep.headline import counted, variant_text
 from peagle.measure.sweep.plan import Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
@@ -27,30 +27,30 @@ class Column:
     """A column of a table with a line per Row; left out if all its cells are "-"."""
 
     name: str
-    text: Callable[[Row], str]
+    text: Callable[[VariantRow], str]
     meaning: str = ""
 
 
-def _drafted_share(row: Row) -> str:
+def _drafted_share(row: VariantRow) -> str:
     passes = row.num_spec_steps + row.num_plain_steps
     return f"{row.num_spec_steps / passes:.0%}" if row.num_spec_steps and row.num_plain_steps else "-"
 
 
-def _rows_a_token(row: Row) -> str:
+def _rows_a_token(row: VariantRow) -> str:
     steps = row.num_spec_steps + row.num_plain_steps
     tokens = steps + row.num_accepted_draft_tokens - row.num_truncated_tokens
     return f"{(steps + row.num_draft_tokens) / tokens:.2f}" if row.k else "-"
 
 
-def _length_without_loops(row: Row) -> str:
+def _length_without_loops(row: VariantRow) -> str:
     return estimate_text(row.without_loops.acceptance_length) if row.looping_frac else "-"
 
 
-def _length_at_most(row: Row) -> str:
+def _length_at_most(row: VariantRow) -> str:
     return estimate_text(row.bounds["best"].length) if row.bounds else "-"
 
 
-def _positions(row: Row) -> str:
+def _positions(row: VariantRow) -> str:
     rates = [f"{rate.value:.2f}".removeprefix("0") for rate in row.rate_per_position if rate and rate.value]
     return " ".join(rates) or "-"
 
@@ -59,23 +59,23 @@ def _ms(*times: Estimate | None) -> str:
     return " + ".join("-" if time is None else f"{1e3 * time.value:.2f}" for time in times)
 
 
-def _parts_ms(row: Row) -> str:
+def _parts_ms(row: VariantRow) -> str:
     return "-" if row.draft_s is None else _ms(row.draft_s, row.verify_s, row.host_s)
 
 
-def _tok_per_s(row: Row) -> str:
+def _tok_per_s(row: VariantRow) -> str:
     return "-" if row.tok_per_s is None else f"{row.tok_per_s.value:.0f}"
 
 
-def _repeats(row: Row) -> str:
+def _repeats(row: VariantRow) -> str:
     return f"{min(row.speedup_repeats):.2f}..{max(row.speedup_repeats):.2f}" if row.speedup_repeats else "-"
 
 
-def _slower(row: Row) -> str:
+def _slower(row: VariantRow) -> str:
     return f"{row.num_slower} of {row.num_compared}" if row.num_slower else "-"
 
 
-def _differing(row: Row) -> str:
+def _differing(row: VariantRow) -> str:
     return f"{row.num_differing} of {row.num_outputs}" if row.num_differing else "-"
 
 
@@ -125,13 +125,13 @@ AT_ONCE = (
 )
 
 
-def _table(rows: Sequence[Row], columns: Iterable[Column]) -> tuple[Table, list[Column]]:
+def _table(rows: Sequence[VariantRow], columns: Iterable[Column]) -> tuple[Table, list[Column]]:
     """Make a table; return (it, the columns that are not left out)."""
     used = [column for column in columns if any(column.text(row) != "-" for row in rows)]
     return Table([column.name for column in used], [[column.text(row) for column in used] for row in rows]), used
 
 
-def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
+def run_blocks(folder: Folder, rows: Sequence[VariantRow]) -> list[Block]:
     """Lay out the page of one run."""
     plan = folder.plan
     explained: set[str] = set()
@@ -151,14 +151,16 @@ def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
     ]
 
 
-def terminal_tables(folder: Folder, rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
+def terminal_tables(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[tuple[str, Table]]:
     """Yield (workload, table of its variants), one request at a time, for a terminal."""
     for workload in folder.plan.workloads:
         if own := of_workload(alone(rows), workload):
             yield workload.label, _table(own, TERMINAL)[0]
 
 
-def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[Sequence[Difference]]) -> list[Block]:
+def comparison_blocks(
+    runs: Mapping[Folder, Sequence[VariantRow]], compared: Sequence[Sequence[Difference]]
+) -> list[Block]:
     """Lay out the page of several runs. compared: by run after the first, the differences from the first."""
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
@@ -226,11 +228,11 @@ def _change_cell(change: Change | None) -> str:
 
 
 def _series_of_runs(
-    runs: Mapping[Folder, Sequence[Row]], names: Mapping[Folder, str], workload: Workload
-) -> dict[str, Sequence[Row]]:
+    runs: Mapping[Folder, Sequence[VariantRow]], names: Mapping[Folder, str], workload: Workload
+) -> dict[str, Sequence[VariantRow]]:
     """Group the rows of all runs in a workload into lines of a picture, named by the run and the drafter."""
     drafters_differ = len({folder.plan.drafters for folder in runs}) > 1
-    series: dict[str, Sequence[Row]] = {}
+    series: dict[str, Sequence[VariantRow]] = {}
     for folder, rows in runs.items():
         for name, line in _series(folder.plan, of_workload(alone(rows), workload)).items():
             drafter = name or (short_names(folder.plan.drafters)[0] if drafters_differ else "")
@@ -238,9 +240,9 @@ def _series_of_runs(
     return series
 
 
-def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
+def _series(plan: Plan, rows: Sequence[VariantRow]) -> dict[str, Sequence[VariantRow]]:
     """Group rows that speculate into lines of a picture, named by their label without K."""
-    series: dict[str, list[Row]] = {}
+    series: dict[str, list[VariantRow]] = {}
     for row in rows:
         if row.variant.speculates:
             series.setdefault(row.label.removeprefix(str(row.k)).removeprefix(", "), []).append(row)
@@ -261,7 +263,7 @@ def _items(items: Iterable[tuple[str, str]], title: str = "") -> Iterator[Block]
         yield from filter(None, (title, "\n".join(lines)))
 
 
-def _advice(folder: Folder, rows: Sequence[Row]) -> Iterator[Block]:
+def _advice(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[Block]:
     """Recommend a K, with commands and caveats; nothing if no speed-up is known."""
     plan = folder.plan
     known = [verdict for verdict in headline.verdicts(folder, rows) if verdict.fastest is not None]
@@ -281,7 +283,7 @@ def _advice(folder: Folder, rows: Sequence[Row]) -> Iterator[Block]:
     yield from _items(headline.caveats(folder, rows), "Before you rely on it:")
 
 
-def _workload(folder: Folder, workload: Workload, rows: Sequence[Row], explained: set[str]) -> Iterator[Block]:
+def _workload(folder: Folder, workload: Workload, rows: Sequence[VariantRow], explained: set[str]) -> Iterator[Block]:
     """Lay out a workload: tables and pictures. explained: names of columns that the page has explained; adds to it."""
     plan, slug, rows = folder.plan, _slug(workload.label), of_workload(rows, workload)
     at_once, rows = concurrent(rows), alone(rows)
@@ -302,14 +304,14 @@ def _workload(folder: Folder, workload: Workload, rows: Sequence[Row], explained
     if at_once:
         yield heading(f"Workload {workload.label}: many requests at once")
         yield from _explained_table(at_once, AT_ONCE, explained)
-        by_label: dict[str, list[Row]] = {}
+        by_label: dict[str, list[VariantRow]] = {}
         for row in at_once:
             by_label.setdefault(variant_text(row.label), []).append(row)
         caption = "Total tokens a second over the number of requests at once."
         yield from _picture(f"{slug}_concurrency", charts.concurrency(by_label), caption)
 
 
-def _explained_table(rows: Sequence[Row], columns: Iterable[Column], explained: set[str]) -> Iterator[Block]:
+def _explained_table(rows: Sequence[VariantRow], columns: Iterable[Column], explained: set[str]) -> Iterator[Block]:
     """Show a table, then the meaning of columns that are new on the page."""
     table, used = _table(rows, columns)
     yield table
@@ -320,13 +322,13 @@ def _explained_table(rows: Sequence[Row], columns: Iterable[Column], explained: 
     explained.update(column.name for column in new)
 
 
-def _widest(rows: Sequence[Row]) -> Row:
+def _widest(rows: Sequence[VariantRow]) -> VariantRow:
     """Choose the row of the largest fixed K, else of `auto`."""
     fixed = [row for row in rows if isinstance(row.k, int)]
     return max(fixed or rows, key=lambda row: len(row.rate_per_position))
 
 
-def _parts(rows: Sequence[Row]) -> Iterator[Block]:
+def _parts(rows: Sequence[VariantRow]) -> Iterator[Block]:
     """Show the fastest variant by category and by prompt length."""
     row = best(row for row in rows if row.k != 0)
     if row is None or not (parts := [*row.by_category, *row.by_bucket]):

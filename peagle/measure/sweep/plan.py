@@ -52,7 +52,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class PromptSource:
     """A file of prompts as it was read; its checksum, because published copies of a set differ."""
 
     name: str
@@ -73,7 +73,7 @@ class Plan:
     drafters: tuple[str, ...]
     draft_vocabs: tuple[str | None, ...]
     ks: tuple[K, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[PromptSource, ...]
     raw: tuple[bool, ...]
     temperatures: tuple[float, ...]
     repeats: int
@@ -169,7 +169,7 @@ class Plan:
         fields: dict[str, Any] = {
             name: tuple(field) if isinstance(field, list) else field for name, field in value.items()
         }
-        return cls(**fields | {"sources": tuple(Source(**source) for source in value["sources"])})
+        return cls(**fields | {"sources": tuple(PromptSource(**source) for source in value["sources"])})
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:

@@ -26,7 +26,7 @@ from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bound import Bound, bound
 from peagle.measure.profile import operation_parts, profile
-from peagle.measure.sweep.plan import PLAIN, Plan, Source, Variant, Workload
+from peagle.measure.sweep.plan import PLAIN, Plan, PromptSource, Variant, Workload
 from peagle.measure.sweep.store import (
     Folder,
     Key,
@@ -85,14 +85,14 @@ def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], pro
     folder.save_prompts(conversations, {name: [row.reason for row in read.skipped] for name, read in sets.items()})
 
 
-def num_turns(source: Source, raw: bool, conversation: Conversation) -> int:
+def num_turns(source: PromptSource, raw: bool, conversation: Conversation) -> int:
     """Count the turns of a conversation that the plan uses, if none is too long. Raw text has one."""
     turns = min(source.max_turns or conversation.num_requests, conversation.num_requests)
     return min(turns, 1) if raw and conversation.turns else turns
 
 
 def _conversation(
-    plan: Plan, pair: Pair, source: Source, raw: bool, row: int, prompts: Conversation, first: int
+    plan: Plan, pair: Pair, source: PromptSource, raw: bool, row: int, prompts: Conversation, first: int
 ) -> SweepConversation:
     """Make a conversation's requests, numbered from `first`. Decodes the answers that later turns hold."""
     requests: list[SweepRequest] = []

@@ -12,7 +12,7 @@ from drafter import reference
 from drafter.load import to_tensors
 from drafter.model import head
 from drafter.params import DrafterParams
-from drafter.train.batches import Batch
+from drafter.train.batches import RowBatch
 from drafter.train.cod import Partition, sample_blocks
 from drafter.train.config import Cod
 from drafter.train.forward import forward_blocks
@@ -145,7 +145,7 @@ def test_later_drafts_count_less_by_the_decay() -> None:
         assert loss_of(draft, 4.0) == pytest.approx(loss_of(draft, None) * np.exp(-draft / 4.0), rel=1e-5)
 
 
-def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndarray]]) -> RowBatch:
     rng = np.random.default_rng(8)
     teacher = {
         "aux_hidden": data["aux_hidden"],
@@ -155,7 +155,7 @@ def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndar
     }
     names = ("token_ids", "positions", "segment_ids", "trained")
     anchors, reach = zip(*chains, strict=True)
-    return jax.tree.map(jnp.asarray, Batch(*(data[name] for name in names), anchors, reach, teacher))
+    return jax.tree.map(jnp.asarray, RowBatch(*(data[name] for name in names), anchors, reach, teacher))
 
 
 @pytest.mark.parametrize("rule", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])

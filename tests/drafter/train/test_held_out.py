@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter.train.batches import Batches, Source, pack
+from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.config import Cod
 from drafter.train.folder import best_held_out
 from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation, score_of
@@ -109,10 +109,10 @@ def test_an_evaluation_is_whole_steps(rows_per_step: int, rows: int) -> None:
     assert rows_of_evaluation(rows_per_step) == rows
 
 
-def batches(rows_per_step: int) -> Batches:
+def batches(rows_per_step: int) -> RowBatches:
     counts = RECIPE.partition.counts(RECIPE.cod, RECIPE.width)
-    source = Source(pack([document(*range(20))], RECIPE.width), rows_per_step)
-    return Batches((source,), RECIPE, counts)
+    source = DocumentSource(pack([document(*range(20))], RECIPE.width), rows_per_step)
+    return RowBatches((source,), RECIPE, counts)
 
 
 def test_every_held_out_document_is_measured_once_the_same_way_each_time() -> None:

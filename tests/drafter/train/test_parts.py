@@ -13,7 +13,7 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import init_params
 from drafter.train import forward, loss
-from drafter.train.batches import Batch
+from drafter.train.batches import RowBatch
 from drafter.train.cod import Partition, sample_chains
 from drafter.train.config import Cod
 from drafter.train.loss import Sums
@@ -58,7 +58,7 @@ def gradients(config: DrafterConfig, parts: int) -> tuple[Sums, Any]:
     anchors, reach = (tuple(jnp.asarray(part[i]) for part in drawn) for i in (0, 1))
     device = on_device(data)
     target = Known(device.pop("target_logits"), device.pop("aux_hidden"))
-    batch = Batch(**device, anchors=anchors, reach=reach, teacher={})
+    batch = RowBatch(**device, anchors=anchors, reach=reach, teacher={})
     sums: Sums
     sums, gradient = run(params, config, recipe, counts, Fixed(teacher=target), batch)
     return sums, gradient
@@ -116,6 +116,6 @@ def test_with_windows_memory_is_that_of_a_part_whatever_the_row() -> None:
     kinds = {"top_ids": ((2,), jnp.int32), "top_logits": ((2,), jnp.float32), "log_total": ((), jnp.float32)}
     kinds["aux_hidden"] = ((SMALL.aux_width,), jnp.float32)
     stored = {name: jax.ShapeDtypeStruct((1, width, *shape), dtype) for name, (shape, dtype) in kinds.items()}
-    batch = Batch(ids, ids, ids, real, chains, chains, stored)
+    batch = RowBatch(ids, ids, ids, real, chains, chains, stored)
     compiled = run.lower(params, config, recipe, counts, Fixed(), batch).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * width * SMALL.hidden_size

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from drafter.train.batches import Row, Source, pack
+from drafter.train.batches import DocumentSource, Row, pack
 from drafter.train.shards import (
     Document,
     expect_folder,
@@ -157,7 +157,7 @@ def test_each_document_of_a_row_is_a_segment() -> None:
 
 def test_every_row_comes_once_before_any_comes_twice() -> None:
     rows = [Row((document,)) for document in documents(5, count=7)]
-    source = Source(rows, 1)
+    source = DocumentSource(rows, 1)
     first, second = ([id(source.at(number, 0)) for number in range(start, start + 7)] for start in (0, 7))
     assert sorted(first) == sorted(second) == sorted(map(id, rows))
     assert first != second

@@ -20,11 +20,11 @@ import pytest
 
 import drafter.train.trainer
 from drafter.params import DrafterParams, init_params
-from drafter.train.batches import Batches, Source, pack
+from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.folder import CHECKPOINTS, LOG, read_log, steps_done
 from drafter.train.held_out import HeldOut
 from drafter.train.recipe import rate_schedule
-from drafter.train.trainer import Pace, Trainer, TrainingStopped
+from drafter.train.trainer import StepTimer, Trainer, TrainingStopped
 from peagle.ops.errors import InputError
 from tests.support.trainers import CONFIG, RECIPE, curve, document, initial, keep_programs, same, trainer
 
@@ -134,7 +134,7 @@ def test_the_rate_rises_stays_and_falls(steps: int, warmup: float, decay: float)
 def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("drafter.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    pace = Pace()
+    pace = StepTimer()
     now[0] += 100  # compiling
     pace.stepped()
     assert pace.left_s(10, {}) is None
@@ -333,12 +333,12 @@ def test_muon_and_clipping_and_bfloat16_train_too(tmp_path: Path) -> None:
 def test_data_with_and_without_stored_results_of_the_target_train_together() -> None:
     """Then the target runs for all: a batch uses stored results only if all of its rows have them."""
     stored = {"aux_hidden": np.zeros((7, CONFIG.aux_width), np.float32)}
-    with_taps = Source(pack([dataclasses.replace(document(0, 7), teacher=stored)], RECIPE.width), 1)
-    without = Source(pack([document(1, 7)], RECIPE.width), 1)
+    with_taps = DocumentSource(pack([dataclasses.replace(document(0, 7), teacher=stored)], RECIPE.width), 1)
+    without = DocumentSource(pack([document(1, 7)], RECIPE.width), 1)
     counts = RECIPE.partition.counts(RECIPE.cod, RECIPE.width)
 
-    def teacher(*sources: Source) -> set[str]:
-        batches = Batches(sources, RECIPE, counts)
+    def teacher(*sources: DocumentSource) -> set[str]:
+        batches = RowBatches(sources, RECIPE, counts)
         return set(batches.at(0).teacher)
 
     assert teacher(with_taps) == {"aux_hidden"}

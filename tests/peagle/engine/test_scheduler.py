@@ -13,7 +13,7 @@ from peagle.engine.scheduler import (
     WAITING_SHARE,
     Chunk,
     DispatchTimes,
-    Piece,
+    PromptPiece,
     Scheduler,
     Steps,
 )
@@ -111,7 +111,7 @@ def test_prompts_that_are_loaded_alternate_with_steps_of_those_that_run() -> Non
     for key in range(4):
         scheduler.add(key, 20)
     sent = [scheduler.next(DispatchTimes(0.01, 0.002), lambda _: 20) for _ in range(8)]
-    assert sent[::2] == [Chunk((Piece(key, 20, 0, True),), (1, 8)) for key in range(4)]
+    assert sent[::2] == [Chunk((PromptPiece(key, 20, 0, True),), (1, 8)) for key in range(4)]
     assert all(isinstance(action, Steps) for action in sent[1::2])
 
 

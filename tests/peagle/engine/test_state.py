@@ -10,8 +10,8 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.request import Request
 from peagle.engine.state import (
     NO_STOP,
-    Batch,
     DecodeState,
+    SlotBatch,
     SlotParams,
     admit,
     init_state,
@@ -46,9 +46,9 @@ def noisy(pair: Models) -> DecodeState:
     return jax.tree.map(one, state)
 
 
-def batch_of(slots: list[int]) -> Batch:
+def batch_of(slots: list[int]) -> SlotBatch:
     table = jnp.zeros((len(slots), 1), jnp.int32)
-    return Batch(jnp.asarray(slots, jnp.int32), (table, table), (table, table))
+    return SlotBatch(jnp.asarray(slots, jnp.int32), (table, table), (table, table))
 
 
 def leaves(state: DecodeState) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ import peagle.cli.run_sweep
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
-from peagle.measure.sweep.figures import Row, WithoutLoops
+from peagle.measure.sweep.figures import VariantRow, WithoutLoops
 from peagle.measure.sweep.plan import PLAIN, Workload
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
@@ -147,9 +147,9 @@ def with_plan(folder: Folder, **plan: object) -> Folder:
     return open_run(folder.path)
 
 
-def example_row(**known: Any) -> Row:
+def example_row(**known: Any) -> VariantRow:
     """Make a row of which only the figures named are known; nothing loops and nothing differs."""
-    values: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Row))
+    values: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(VariantRow))
     counts = ("num_draft_tokens", "num_accepted_draft_tokens", "num_truncated_tokens", "num_plain_steps", "num_slower")
     values |= dict.fromkeys(counts, 0)
     values |= dict.fromkeys(("histogram", "accepted_per_position", "tok_per_s_repeats", "speedup_repeats"), ())
@@ -158,4 +158,4 @@ def example_row(**known: Any) -> Row:
     values |= {"without_loops": WithoutLoops(8, None, None), "prompt_tokens": 9.0, "output_tokens": 99}
     values |= {"looping_frac": 0.0, "finished_frac": 1.0, "equal_to_plain_frac": 1.0}
     values |= {"num_requests": 8, "num_repeats": 2, "num_compared": 8, "num_spec_steps": 9}
-    return Row(**values | {"label": str(known.get("variant", PLAIN).k)} | known)
+    return VariantRow(**values | {"label": str(known.get("variant", PLAIN).k)} | known)

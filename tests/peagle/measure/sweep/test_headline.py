@@ -12,7 +12,7 @@ from peagle.measure.estimates import Estimate
 from peagle.measure.pages import Commands, Table
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import Change, Difference
-from peagle.measure.sweep.figures import Row, WithoutLoops, rows
+from peagle.measure.sweep.figures import VariantRow, WithoutLoops, rows
 from peagle.measure.sweep.headline import caveats, commands, compared, headlines, title, verdicts
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import Folder
@@ -28,7 +28,7 @@ def folder(finished: Folder) -> Folder:
     return finished
 
 
-def measured(folder: Folder, by_k: dict[int, Changes]) -> list[Row]:
+def measured(folder: Folder, by_k: dict[int, Changes]) -> list[VariantRow]:
     """Return a run's rows with other figures: nothing loops, nothing differs, unless `by_k` says so."""
     calm = {"looping_frac": 0.0, "equal_to_plain_frac": 1.0, "num_slower": 0, "num_compared": 8}
     even = [replace(row, speedup=Estimate(1.0, 1.0, 1.0), **calm) for row in rows(folder)]

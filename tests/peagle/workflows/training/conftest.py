@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import peagle.cli.run_train
-from drafter.train.batches import Batches
+from drafter.train.batches import RowBatches
 from peagle.cli import main
 from peagle.ops.errors import InputError
 from tests.support.commands import words
@@ -99,7 +99,7 @@ def no_step(monkeypatch: pytest.MonkeyPatch) -> str:
     def refuse(*_: object) -> None:
         raise InputError(says)
 
-    monkeypatch.setattr(Batches, "at", refuse)
+    monkeypatch.setattr(RowBatches, "at", refuse)
     return says
 
 

@@ -18,7 +18,7 @@ from drafter.config import DrafterConfig
 from drafter.load import load_drafter, save_drafter
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3
-from drafter.train.batches import Batches
+from drafter.train.batches import RowBatches
 from drafter.train.folder import LOG, best_held_out, read_log
 from drafter.train.shards import Document, open_folder, read_shards, write_shard
 from drafter.trained import RECIPE
@@ -366,7 +366,7 @@ def test_data_and_drafters_of_another_target_are_told(
 def ctrl_c(monkeypatch: pytest.MonkeyPatch, batch: int) -> Iterator[None]:
     """Press Ctrl-C when so many batches are made."""
     with monkeypatch.context() as patch:
-        press_ctrl_c_at(patch, Batches, "at", batch)
+        press_ctrl_c_at(patch, RowBatches, "at", batch)
         yield
 
 
