@@ -24,8 +24,8 @@ class AuxLayers:
 
     outputs: tuple[int, ...]
     description: str  # the layers and the source of their ids
-    doubt: str | None = None  # a warning that the ids may follow another convention
-    reread: bool = False  # the ids of config.json fit only if they are inputs, and are read so
+    warning: str | None = None  # the ids may follow another convention
+    converted_from_inputs: bool = False  # config.json counts inputs of layers: no other reading fits
 
 
 def check_fit(
@@ -85,11 +85,10 @@ def fitting_aux_layers(
     if nested and max(named[0].ids) == n:
         inputs = dataclasses.replace(named[0], are_outputs=False)
         why = (
-            f"{drafter_name}: {inputs.key} {list(inputs.ids)} in config.json are read as inputs, which are the outputs "
-            f"{list(inputs.outputs)}, since {n} is no output of the target's {n} layers; if few drafts are accepted, "
-            "give the outputs with --aux-layer-ids"
+            f"{drafter_name}: {inputs.key} in config.json counts layer inputs ({list(inputs.ids)} of {n} layers); "
+            f"using outputs {list(inputs.outputs)}; if acceptance is low, give --aux-layer-ids"
         )
-        return AuxLayers(inputs.outputs, describe_aux_layers(inputs.outputs, [inputs]), why, reread=True)
+        return AuxLayers(inputs.outputs, describe_aux_layers(inputs.outputs, [inputs]), why, converted_from_inputs=True)
     if outputs is None:
         of_block = drafter.kind == "DFlash"
         outputs = default_dflash_layers(drafter.num_layers, n) if of_block else default_aux_layer_ids(n)
@@ -110,8 +109,8 @@ def fitting_aux_layers(
             "give --aux-layer-ids"
         )
     by_option = aux_layer_ids is not None
-    doubt = None if by_option else doubtful_aux_layers(named, drafter_name, n)
-    return AuxLayers(outputs, describe_aux_layers(outputs, named, by_option), doubt)
+    warning = None if by_option else doubtful_aux_layers(named, drafter_name, n)
+    return AuxLayers(outputs, describe_aux_layers(outputs, named, by_option), warning)
 
 
 def describe_aux_layers(

@@ -309,7 +309,7 @@ def with_drafter(
     window = chosen_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
-        named = layers.outputs if layers is not None and layers.reread else aux_layer_ids
+        named = layers.outputs if layers is not None and layers.converted_from_inputs else aux_layer_ids
         params, config = _load_drafter(drafter_directory, pair, target_directory, named)
         if vocab is not None:
             params, config = narrow(params, config, vocab)
@@ -322,8 +322,8 @@ def with_drafter(
         drafter_fingerprint = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *reads)
         if (other := another_target(drafter_directory, target_directory)) is not None:
             warnings.warn(other, InputWarning, stacklevel=2)
-    if layers is not None and layers.doubt is not None:
-        warnings.warn(layers.doubt, InputWarning, stacklevel=2)
+    if layers is not None and layers.warning is not None:
+        warnings.warn(layers.warning, InputWarning, stacklevel=2)
     aux_layer_ids = () if layers is None else layers.outputs
     replicas = (_drafting(replica, drafting, aux_layer_ids) for replica in pair.replicas)
     return dataclasses.replace(

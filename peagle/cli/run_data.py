@@ -304,8 +304,8 @@ def _summary(checked: CheckedData, settings: Data, tally: Tally, seconds: float)
     else:
         made += f"the target's, {tally.num_trained / seconds:,.0f} tok/s"
     lines = [
-        f"data         {len(checked.starts)} shards in {checked.out}, {len(checked.missing)} of them made now",
-        f"made now     {made}",
+        f"data         {len(checked.starts)} shards in {checked.out} ({len(checked.missing)} new)",
+        f"new          {made}",
         f"lengths      {lengths_in_words(tally.lengths)}",
         f"ends         {tally.num_cut:,} of {tally.num_documents:,} answers end at a limit, the others at a stop token",
     ]

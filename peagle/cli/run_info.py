@@ -86,7 +86,7 @@ def inspect(settings: Info) -> int:
         (target_name, target_path, target), (drafter_name, drafter_path, drafter, _) = targets[0], drafters[0]
         layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
         show_lines([f"They fit: the drafter reads the outputs of the target's layers {_list(layers.outputs)}."])
-        doubts += [layers.doubt, another_target(drafter_path, target_path)]
+        doubts += [layers.warning, another_target(drafter_path, target_path)]
     if settings.role is not None:
         drafting = (drafters[0][1], drafters[0][3]) if drafters else None
         rows = engine_rows(settings, slots, targets[0][1:], drafting)

@@ -424,7 +424,7 @@ def _note_start(display: Display, checked: CheckedTraining, settings: Train, tra
         epochs = epochs_in_words([source.epochs(steps) for source in trainer.batches.sources])
         display.note(f"training steps {done + 1} to {steps}, {epochs} in all")
     else:
-        display.note(f"{trainer.out} has all of its steps, {steps}; a larger --steps goes on with more")
+        display.note(f"{trainer.out} is complete ({steps} steps); give a larger --steps to continue")
 
 
 def _update(steps: int, config: DrafterConfig, settings: Train, begun: Mapping[str, Any] | None) -> Update:

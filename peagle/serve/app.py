@@ -59,7 +59,7 @@ LONGEST_HINTED = 200  # characters of a path that is compared with the routes
 SCHEMA = "#/components/schemas/{model}"
 REFUSALS: dict[int | str, str] = {
     401: "No key, or a wrong one.",
-    403: "A page of another site.",
+    403: "The request comes from a page of another origin.",
     404: "Another model, or a response that is not kept.",
     400: "The request cannot be run.",
     408: "The body was not complete in time.",

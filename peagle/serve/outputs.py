@@ -38,8 +38,8 @@ class OutputChunk:
 class OutputCollector:
     """Submit requests to the engine and read their answers. Raises as `Loop.submit` does.
 
-    channels: parse the answers' channels; stop strings then apply to content messages. constraint: the field that
-    constrains the answers, for errors of their grammar. decode: False if the answers have no tokens. metrics: count the
+    channels: parse the answers' channels; stop strings then apply to content messages. constraint: the field of the
+    grammar, named in its errors. decode=False: max_tokens is 0, so only the prompt is echoed. metrics: count the
     answers.
     """
 

@@ -84,7 +84,7 @@ def export(
     if target_directory is not None:
         target = inspect_target(target_directory).config
         layers = check_fit(target_directory, source, aux_layer_ids)
-        aux_layer_ids = layers.outputs if layers.reread else aux_layer_ids
+        aux_layer_ids = layers.outputs if layers.converted_from_inputs else aux_layer_ids
     params, stored = _load(source, target_directory, aux_layer_ids)
     refused = refused_by(stored, dialect)
     if VLLM in refused:  # vLLM reads both dialects

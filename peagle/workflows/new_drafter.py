@@ -82,8 +82,8 @@ def _config_of_init(
         option = "--autoregressive" if shape.autoregressive else "--drafter"
         raise InputError(f"--init {init} is a {config.kind} drafter; leave out {option}, or --init")
     layers = fitting_aux_layers(target, checkpoint, directory, init, shape.aux_layer_ids)
-    if layers.doubt is not None:
-        warnings.warn(layers.doubt, InputWarning, stacklevel=2)
+    if layers.warning is not None:
+        warnings.warn(layers.warning, InputWarning, stacklevel=2)
     config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
     options = {
         "--layers": (shape.layers, config.num_layers),

@@ -357,7 +357,7 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
             {"eagle_config": {KEY: [3, 6, 8]}},
             (2, 5, 7),
             "inputs",
-            r"\[3, 6, 8\] in config.json are read as inputs, .*\[2, 5, 7\], since 8 is no output",
+            r"in config.json counts layer inputs \(\[3, 6, 8\] of 8 layers\); using outputs \[2, 5, 7\]",
         ),
         (
             {"eagle_config": {KEY: [2, 4, 5]}},
@@ -379,9 +379,9 @@ def test_the_reading_of_aux_layer_ids_is_said_and_doubted(
     fit = check_fit(DEMO_DIRECTORY / "target", directory)
     assert fit.outputs == outputs
     assert re.search(description, fit.description)
-    assert fit.doubt is None if doubt is None else re.search(doubt, fit.doubt or "")
+    assert fit.warning is None if doubt is None else re.search(doubt, fit.warning or "")
     chosen = check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 7))
-    assert (chosen.outputs, chosen.doubt) == ((1, 4, 7), None)
+    assert (chosen.outputs, chosen.warning) == ((1, 4, 7), None)
     assert "given" in chosen.description
 
 

@@ -74,10 +74,10 @@ def test_it_is_refused_by_name(targets: dict[str, Path], tmp_path: Path, drafter
 
 def test_ids_that_could_be_meant_otherwise_are_doubted(targets: dict[str, Path], tmp_path: Path) -> None:
     (v3,) = (drafter for drafter in DRAFTERS if drafter.name.endswith("-v3"))
-    doubt = check_fit(targets["120b"], v3.write(tmp_path)).doubt
+    doubt = check_fit(targets["120b"], v3.write(tmp_path)).warning
     assert doubt is not None
     assert "36 is no output of the target's 36 layers" in doubt
-    with pytest.warns(InputWarning, match="are read as inputs"):
+    with pytest.warns(InputWarning, match="counts layer inputs"):
         load(targets["120b"], tmp_path)
 
 

@@ -546,7 +546,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     )
     assert "1 of 2 steps of 2 rows" in card_of(lab.out)
     assert "training steps 2 to 2" in minutes(lab, 3)
-    assert "has all of its steps, 2; a larger --steps goes on with more" in minutes(lab, 3)
+    assert "is complete (2 steps); give a larger --steps to continue" in minutes(lab, 3)
     step_s(30.0)
     goes_on = lab.root / "goes_on"
     shutil.copytree(trained, goes_on)
