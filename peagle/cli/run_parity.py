@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from drafter.dialects import open_drafter
@@ -18,10 +18,11 @@ from peagle.cli.results import SCHEMA, dumps
 from peagle.fit import check_fit
 from peagle.measure.provenance import provenance
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
-from peagle.text.prompts import Rendering
-from peagle.workflows.hf_reference import TargetParity, compare_target
-from peagle.workflows.parity_check import Findings, ParityConfig, draft_texts, emitted_texts, examine
+from peagle.text.prompts import Conversation, Rendering
+from peagle.workflows.hf_reference import DTYPE, TargetParity, compare_target
+from peagle.workflows.parity_check import DraftedTexts, Findings, ParityConfig, draft_texts, emitted_texts, examine
 
 
 def compare(settings: Parity) -> int:
@@ -51,10 +52,7 @@ def compare(settings: Parity) -> int:
     model = cast(AnyDrafter, pair.drafter)
     with display.stage("decoding", animated=False):
         drafted = draft_texts(pair, conversations, config, raw=config.raw)
-    with display.stage("comparing the target", animated=False) as progress:
-        along = emitted_texts(pair, drafted)
-        directory, number = resolve(target, "target"), len(drafted.texts)
-        compared = compare_target(directory, along, pair.loaded.dtype, lambda done: progress(done, number))
+    compared = _compare_target(pair, drafted, settings, conversations, config, display)
     with display.stage("comparing the drafter", animated=False) as progress:
         findings = examine(pair, model, open_drafter(path), drafted, conversations, config, progress)
     lines = [*compared.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
@@ -66,6 +64,26 @@ def compare(settings: Parity) -> int:
     if settings.json != STANDARD_OUTPUT:
         show_lines(lines, SUMMARY_INDENT)
     return 0 if findings.fine and compared.fine else 1
+
+
+def _compare_target(
+    pair: Pair,
+    drafted: DraftedTexts,
+    settings: Parity,
+    conversations: Sequence[Conversation],
+    config: ParityConfig,
+    display: Display,
+) -> TargetParity:
+    """Compare the target with transformers' in DTYPE, in which a pair of another dtype answers once more."""
+    target, number = or_demo(settings.load.target), len(drafted.texts)
+    if pair.loaded.dtype != DTYPE:
+        load = dataclasses.replace(settings.load, dtype=DTYPE)
+        pair = load_pair(target, or_demo(settings.drafter), load, display)
+        with display.stage(f"decoding in {DTYPE}", animated=False):
+            drafted = draft_texts(pair, conversations, config, raw=config.raw)
+    with display.stage("comparing the target", animated=False) as progress:
+        along = emitted_texts(pair, drafted)
+        return compare_target(resolve(target, "target"), along, lambda done: progress(done, number))
 
 
 def _as_json(settings: Parity, prompts: PromptSet, compared: TargetParity, findings: Findings) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,10 +15,8 @@ from peagle.ops import interrupt
 from peagle.ops.memory import available_memory_bytes, format_size
 from target.load import inspect_target
 
-# by our dtype: the token of a text whose difference counts, and the most that counts as equal, in standard deviations
-# of an output. bfloat16 routes some tokens to other experts than the float32 reference, and their outputs are far off
-CLOSE = {"float32": ("largest", 2e-2), "bfloat16": ("median", 0.1)}
-OF_TOKENS: dict[str, Callable[[np.ndarray], Any]] = {"largest": np.max, "median": np.median}
+CLOSE = 2e-2  # the largest difference of a token that counts as equal, in standard deviations of an output
+DTYPE: Final = "float32"  # of both sides: bfloat16 routes some tokens to other experts, whose outputs are far off
 INDENT = " " * 13  # of lines below a label
 
 
@@ -40,14 +38,19 @@ class EmittedText:
 
 
 @dataclasses.dataclass(frozen=True)
-class WrongToken:
-    """A token of the engine that the reference would not emit there."""
+class OtherToken:
+    """A token of the engine that is not the reference's likeliest one there."""
 
     text: int
     position: int  # in the text
     engine: int  # token id
     reference: int  # token id
     behind: float  # its logit below the reference's largest one, in standard deviations of the logits
+
+    @property
+    def ties(self) -> bool:
+        """Whether rounding of both logits, by as much as counts as equal, may change their order."""
+        return self.behind <= 2 * CLOSE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +60,15 @@ class TargetParity:
     reference: str | None  # None: not compared
     why_not: str | None
     outputs: tuple[str, ...] = ()
-    difference: tuple[float, ...] = ()  # by output, in its standard deviations: of the largest or median token
-    close: float = 0.0  # the most that counts as equal
+    difference: tuple[float, ...] = ()  # by output, in its standard deviations: of the token that differs most
     num_tokens: int = 0  # that the engine emitted
-    wrong_tokens: tuple[WrongToken, ...] = ()
+    num_ties: int = 0  # tokens among these whose logit is as large as the reference's largest one, up to rounding
+    wrong_tokens: tuple[OtherToken, ...] = ()
 
     @property
     def first_wrong(self) -> int | None:
         """The index of the first output that differs from the reference's; those after it depend on it."""
-        return next((place for place, most in enumerate(self.difference) if not most <= self.close), None)
+        return next((place for place, most in enumerate(self.difference) if not most <= CLOSE), None)
 
     @property
     def fine(self) -> bool:
@@ -85,14 +88,15 @@ class TargetParity:
         else:
             yield (
                 f"target       DIFFERENT from {self.reference} from {self.outputs[wrong]} on: "
-                f"{self.difference[wrong]:.1e} of its spread; expected {self.close:g} at most"
+                f"{self.difference[wrong]:.1e} of its spread; expected {CLOSE:g} at most"
             )
         if self.reference is not None:
             yield from self._lines_of_tokens()
 
     def _lines_of_tokens(self) -> Iterator[str]:
         if not self.wrong_tokens:
-            yield f"{INDENT}the engine's {self.num_tokens} tokens are {self.reference}' greedy ones"
+            ties = f", {self.num_ties} of them by a tie" if self.num_ties else ""
+            yield f"{INDENT}the engine's {self.num_tokens} tokens are {self.reference}' greedy ones{ties}"
             return
         first = self.wrong_tokens[0]
         yield (
@@ -103,9 +107,9 @@ class TargetParity:
 
 
 def compare_target(
-    directory: Path, texts: Iterable[EmittedText], dtype: str, progress: Callable[[int], None] = lambda _: None
+    directory: Path, texts: Iterable[EmittedText], progress: Callable[[int], None] = lambda _: None
 ) -> TargetParity:
-    """Run transformers' model along the texts, and compare. progress: called with the number of texts done."""
+    """Run transformers' model along texts of a target in DTYPE. progress: called with the number of texts done."""
     if importlib.util.find_spec("torch") is None:
         return TargetParity(None, "transformers' model needs torch, which is not installed; pip install torch")
     needed = 4 * inspect_target(directory).num_parameters
@@ -115,24 +119,22 @@ def compare_target(
         model = _load(directory)
     except Exception as error:  # transformers raises many kinds
         return TargetParity(None, f"transformers cannot read it: {' '.join(str(error).split())[:200]}")
-    of_token, close = CLOSE[dtype]
     figures: list[dict[str, float]] = []
-    wrong: list[WrongToken] = []
-    num_tokens = 0
+    wrong: list[OtherToken] = []
+    num_tokens = num_ties = 0
     for number, text in enumerate(texts):
         interrupt.check()
         theirs = _outputs(model, text.token_ids, len(text.ours.logits))
         off = differences(text.ours, theirs)
-        figures.append({name: float(OF_TOKENS[of_token](by_token)) for name, by_token in off.items()})
-        errors = np.abs(text.ours.logits - theirs.logits).max(axis=-1)
-        if figures[-1]["the logits"] > close:  # these are no rounding
-            errors = np.zeros_like(errors)
-        wrong += wrong_tokens(number, text.token_ids, theirs.logits, errors, close)
+        figures.append({name: float(by_token.max()) for name, by_token in off.items()})
+        others = [*other_tokens(number, text.token_ids, theirs.logits)]
+        wrong += (token for token in others if not token.ties)
+        num_ties += sum(token.ties for token in others)
         num_tokens += len(theirs.logits) - 1
         progress(number + 1)
     names = tuple(figures[0])
     difference = tuple(max(figure[name] for figure in figures) for name in names)
-    return TargetParity("transformers", None, names, difference, close, num_tokens, tuple(wrong))
+    return TargetParity("transformers", None, names, difference, num_tokens, num_ties, tuple(wrong))
 
 
 def differences(ours: Outputs, theirs: Outputs) -> dict[str, np.ndarray]:
@@ -142,19 +144,13 @@ def differences(ours: Outputs, theirs: Outputs) -> dict[str, np.ndarray]:
     return {name: np.sqrt(np.mean((mine - other) ** 2, axis=-1)) / other.std() for name, (mine, other) in pairs.items()}
 
 
-def wrong_tokens(
-    number: int, token_ids: np.ndarray, logits: np.ndarray, errors: np.ndarray, close: float
-) -> Iterator[WrongToken]:
-    """Yield the emitted tokens that are not the likeliest by the reference's logits [m, V], nor tie with it.
-
-    Two logits tie if rounding may change their order: if they are nearer than twice our error in this row, errors [m],
-    or twice `close`, in standard deviations of the logits.
-    """
+def other_tokens(number: int, token_ids: np.ndarray, logits: np.ndarray) -> Iterator[OtherToken]:
+    """Yield the emitted tokens that are not the likeliest by the reference's logits [m, V]."""
     start, spread = len(token_ids) - len(logits) + 1, float(logits.std())
     for row, emitted in enumerate(token_ids[start:].tolist()):
-        behind = float(logits[row].max() - logits[row, emitted]) / spread
-        if not behind <= 2 * max(float(errors[row]) / spread, close):
-            yield WrongToken(number, start + row, emitted, int(logits[row].argmax()), behind)
+        if emitted != (likeliest := int(logits[row].argmax())):
+            behind = float(logits[row, likeliest] - logits[row, emitted]) / spread
+            yield OtherToken(number, start + row, emitted, likeliest, behind)
 
 
 def _load(directory: Path) -> Any:

@@ -19,7 +19,9 @@ REFUSED = [drafter for drafter in DRAFTERS if drafter.refused is not None]
 PROMPT = [(7 * place + 3) % VOCAB for place in range(70)]
 NEW, K = 24, 3
 Plain = dict[str, tuple[Pair, tuple[int, ...]]]  # a target, and what it emits by itself
-DOUBTFUL = "ignore:.*(are read as|counts layer inputs).*:peagle.ops.errors.InputWarning"  # nested ids that do not begin with 1
+DOUBTFUL = (
+    "ignore:.*(are read as|counts layer inputs).*:peagle.ops.errors.InputWarning"  # nested ids that do not begin with 1
+)
 
 
 @pytest.fixture(scope="module")

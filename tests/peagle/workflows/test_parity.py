@@ -28,7 +28,7 @@ from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import from_ids
-from peagle.workflows.hf_reference import wrong_tokens
+from peagle.workflows.hf_reference import other_tokens
 from peagle.workflows.parity import DraftedText, Reading, accepted, causes, compare, replay
 from peagle.workflows.parity_check import (
     DraftedTexts,
@@ -152,11 +152,10 @@ def test_a_target_that_computes_something_else_is_named(
 
 def test_a_token_that_is_not_the_references_is_wrong_unless_the_two_tie() -> None:
     logits = np.array([[0.0, 5.0, 4.99, -9.0], [0.0, 5.0, 1.0, -9.0], [0.0, 0.0, 0.0, 0.0]], np.float32)
-    ids, exact = np.array([3, 3, 3, 2, 2], np.int32), np.zeros(3)  # the first emitted ties, the second is far behind
-    (wrong,) = wrong_tokens(0, ids, logits, exact, close=2e-2)
+    tied, wrong = other_tokens(0, np.array([3, 3, 3, 2, 2], np.int32), logits)
+    assert (tied.ties, wrong.ties) == (True, False)
     assert (wrong.position, wrong.engine, wrong.reference) == (4, 2, 1)
     assert wrong.behind == pytest.approx(4 / logits.std())
-    assert not list(wrong_tokens(0, ids, logits, exact + 2.1, close=2e-2))
 
 
 # Checkpoints that say something else than they were trained with
