@@ -24,6 +24,7 @@ SpecForge scripts/train_peagle.py.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -40,7 +41,8 @@ MASK_TOKENS: dict[Dialect, str] = {"vllm": "ptd_token_id", "speculators": "mask_
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 PREFIX = "model."
 PEAGLE_CONFIG = "peagle_config.json"
-OF_PEAGLE_CONFIG = ("mask_token_id", "norm_before_residual")  # its other keys are of the training
+# by key of peagle_config.json, the keys of config.json that say the same; its other keys are of the training
+OF_PEAGLE_CONFIG = {"mask_token_id": MASK_TOKEN_KEYS, "norm_before_residual": ("norm_before_residual",)}
 NESTED, EAGLE_CONFIG, DFLASH_CONFIG = "transformer_layer_config", "eagle_config", "dflash_config"
 AUX_LAYER_IDS, TARGET_LAYER_IDS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
@@ -165,15 +167,23 @@ def open_drafter(directory: Path) -> Checkpoint:
     """
     checkpoint = read_checkpoint(directory).without_prefix(PREFIX)
     if (directory / PEAGLE_CONFIG).is_file():
-        beside = read_json(directory, PEAGLE_CONFIG)
-        for key in (key for key in OF_PEAGLE_CONFIG if beside.get(key) is not None):
-            if checkpoint.config.get(key) not in (None, beside[key]):
+        _add_peagle_config(checkpoint, read_json(directory, PEAGLE_CONFIG))
+    return checkpoint
+
+
+def _add_peagle_config(checkpoint: Checkpoint, beside: Mapping[str, Any]) -> None:
+    """Add the settings of peagle_config.json to those of config.json, which may say the same under other keys."""
+    parts = [checkpoint.config, *(checkpoint.config.get(part) for part in (EAGLE_CONFIG, NESTED))]
+    for key, names in OF_PEAGLE_CONFIG.items():
+        if (value := beside.get(key)) is None:
+            continue
+        for part, name in itertools.product((part for part in parts if isinstance(part, dict)), names):
+            if (other := part.get(name)) not in (None, value):
                 raise InputError(
-                    f"{directory}: {key} is {brief(checkpoint.config[key])} in {CONFIG} and {brief(beside[key])} in "
+                    f"{checkpoint.directory}: {name} is {brief(other)} in {CONFIG} and {key} is {brief(value)} in "
                     f"{PEAGLE_CONFIG}; expected them equal: take out the one that the drafter was not trained with"
                 )
-            checkpoint.config[key] = beside[key]
-    return checkpoint
+        checkpoint.config[key] = value
 
 
 def is_dflash_config(config: Mapping[str, Any]) -> bool:

@@ -17,7 +17,9 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import expect_room
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
-ADDRESS = re.compile(r"(?:(?:https?:/)?/?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)([^/]+/[^/?#@]+)|\w+://")
+ADDRESS = re.compile(
+    r"(?:(?:https?:/)?/?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)(?!datasets/|spaces/)([^/]+/[^/?#@]+)|\w+://"
+)
 WEIGHTS = ".safetensors"
 CONFIG = "config.json"
 OF_DRAFTERS = ("speculation.json", "peagle_config.json")

@@ -22,6 +22,7 @@ HELD_OUT = ROOT / "peagle" / "demo" / "heldout_prompts.jsonl"
 ELSEWHERE = re.compile(r"pip install|^bash |pytest|ruff|\bDIR\b|--download|scripts\.gpu_|\[cuda\]")
 SERVER = re.compile(r"peagle (serve|cluster up)\b")
 HEALTH = "http://127.0.0.1:8000/health"
+PATIENCE_S = 1200.0  # a server compiles for minutes
 
 
 def demo_commands() -> list[list[str]]:
@@ -59,10 +60,13 @@ def healthy() -> bool:
 
 @contextlib.contextmanager
 def serving(line: str, folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Run a server, or a command that ends like one, until the next one is due."""
+    """Run a server, or a command that ends like one, until the next one is due. No other may have the guides' port."""
+    assert not healthy(), "another server has port 8000"
     process = subprocess.Popen(["bash", "-c", f"exec {line}"], cwd=folder, env=environment, start_new_session=True)
     try:
+        end = time.monotonic() + PATIENCE_S
         while process.poll() is None and not healthy():
+            assert time.monotonic() < end, f"{line}: it does not answer"
             time.sleep(0.1)
         assert process.poll() in (None, 0), line
         yield

@@ -217,10 +217,10 @@ def normalize(typed: Sequence[str], words: Sequence[str], options: Sequence[Opti
         elif word != name and name in flags:
             raise InputError(f"Option '{name}' does not take a value. {_help_hint(words)}")
         else:
-            if not word.startswith("--") and all(f"-{letter}" in flags for letter in word[1:-1]):  # -qn 3
-                normalized += [f"-{letter}" for letter in word[1:-1]]
-                word = f"-{word[-1]}"
-            elif word == name and word[:2] in taking:  # -k3
+            while not word.startswith("--") and word[:2] in flags and len(word) > 2:  # -qn 3, -qk3
+                normalized.append(word[:2])
+                word = f"-{word[2:]}"
+            if word[:2] in taking and word[2:3] not in ("", "="):  # -k3
                 word = f"{word[:2]}={word[2:]}"
             if word in taking and (value := next(rest, None)) is not None:
                 word = f"{word}={value}"

@@ -10,6 +10,7 @@ The engine does the same on the device, for many requests at once, with shared p
 (peagle.engine.step). tests/peagle/engine/test_naive.py compares the two.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -29,22 +30,25 @@ Extended: TypeAlias = tuple[jax.Array, jax.Array, PagedCache]
 def speculate(target: Target, drafter: Drafter, request: Request, num_drafts: int) -> tuple[list[int], list[int]]:
     """Decode one request; return (its new tokens, the number of accepted drafts of each step).
 
-    Reads the prompt, the budget and the sampling of the request. drafter: one with caches. num_drafts: K.
+    Reads its prompt, its budget, and how it is sampled: temperature, seed, top-k, top-p and min-p. Stop tokens,
+    penalties and biases are the engine's. drafter: one with caches. num_drafts: K.
     """
     prompt, capacity = list(request.prompt_ids), len(request.prompt_ids) + request.max_new_tokens
     sampling = jax.tree.map(jnp.asarray, SlotParams.of(request, (), target.vocab_size).sampling)
+    zero = jnp.zeros((1,), jnp.float32)
+    uncut = dataclasses.replace(sampling, top_k=zero.astype(jnp.int32), top_p=zero + 1, min_p=zero)  # for drafts
     target_cache = target.init_cache(1, capacity, num_drafts + 1)
     drafter_state = drafter.init_state(1, capacity, 2 * num_drafts)
     widths = jnp.asarray([num_drafts], jnp.int32)
 
-    def decide(logits: jax.Array, first: int | jax.Array, token_ids: jax.Array | None = None) -> jax.Array:
-        """Choose tokens first, first + 1, ...: the likeliest, or drawn by a key of seed, request and index alone."""
-        return choose(logits, sampling, draw_keys(sampling, first + _positions(0, logits.shape[1])), token_ids)
+    def keys(logits: jax.Array, first: jax.Array | int) -> jax.Array:
+        """Make the keys of tokens first, first + 1, ...: of seed, request and index alone, for target and drafter."""
+        return draw_keys(sampling, first + _positions(0, logits.shape[1]))
 
     @jax.jit
     def propose(state: PyTree, drafter_input: DrafterInput, first: jax.Array) -> tuple[DraftOutput, PyTree]:
         def draft(logits: jax.Array, token_ids: jax.Array | None, number: int) -> Chosen:
-            return decide(logits, first + number, token_ids), None
+            return choose(logits, uncut, keys(logits, first + number), token_ids), None
 
         return drafter.propose(state, drafter_input, widths, num_drafts, draft)
 
@@ -52,12 +56,14 @@ def speculate(target: Target, drafter: Drafter, request: Request, num_drafts: in
     def extend(token_ids: jax.Array, positions: jax.Array, cache: PagedCache) -> Extended:
         """Run the target; return (the token after each row, aux_hidden, the cache)."""
         output, cache = target.extend(token_ids, positions, cache)
-        return decide(output.logits, positions[0, 0] + 1), output.aux_hidden, cache
+        decided = choose(output.logits, sampling, keys(output.logits, positions[0, 0] + 1))
+        return decided, output.aux_hidden, cache
 
     decided, aux_hidden, target_cache = extend(_row(prompt), _positions(0, len(prompt)), target_cache)
     length, tokens = len(prompt), [*prompt, int(decided[0, -1])]
     # the drafter's row p is (token p + 1, aux_hidden of position p)
-    drafter_state = drafter.absorb(drafter_state, _row(prompt[1:]), aux_hidden[:, :-1], _positions(0, length - 1))
+    if length > 1:
+        drafter_state = drafter.absorb(drafter_state, _row(prompt[1:]), aux_hidden[:, :-1], _positions(0, length - 1))
     committed, aux_hidden = tokens[length:], aux_hidden[:, -1:]
     num_accepted = []
     while len(tokens) < capacity:

@@ -255,11 +255,11 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def fingerprint(directory: Path) -> str:
-    """Hash config.json, and of each weights file the name, the size and a few blocks."""
+    """Hash config.json, and of each file of the weights that are read the name, the size and a few blocks."""
     digest = hashlib.sha256()
     config = directory / CONFIG
     digest.update(config.read_bytes() if config.is_file() else b"")
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in (directory / name for name in weight_files(directory)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

@@ -385,7 +385,16 @@ def test_specforges_settings_beside_config_json_are_read(tmp_path: Path, before:
     assert (config.kind, config.mask_token_id, config.norm_before_residual) == ("P-EAGLE", 7, before)
     assert is_drafter_config(json.loads((directory / "config.json").read_text()))
     edit_json(directory / "config.json", mask_token_id=9)
-    assert "mask_token_id is 9 in config.json and 7 in peagle_config.json; expected them equal" in refusal(directory)
+    assert (
+        "mask_token_id is 9 in config.json and mask_token_id is 7 in peagle_config.json; expected them equal"
+        in refusal(directory)
+    )
+    edit_json(
+        directory / "config.json", mask_token_id=7, ptd_token_id=8, eagle_config={"norm_before_residual": not before}
+    )
+    assert "ptd_token_id is 8 in config.json and mask_token_id is 7 in peagle_config.json" in refusal(directory)
+    edit_json(directory / "config.json", ptd_token_id=7)
+    assert f"norm_before_residual is {not before} in config.json" in refusal(directory)
     assert "names no mask token" in refusal(specforge(tmp_path / "unnamed", mask_token_id=None))
 
 

@@ -39,6 +39,7 @@ TYPED: list[tuple[str, str]] = [
     ("-n 3 Hi -n 4", r"-n is given twice, 3 and 4; leave one out \(peagle speculate"),
     ("-n 3 --max-new-tokens 4 Hi", "-n is given twice, 3 and 4"),
     ("-k3 -k4 Hi", "-k is given twice, 3 and 4"),
+    ("-qk3 -k 4 Hi", "-k is given twice, 3 and 4"),
     ("--max_new_tokens 3 --max_new_tokens 4 Hi", "-n is given twice, 3 and 4"),
     ("--aux-layer-ids 1,2,3 --aux-layer-ids 0,1,2 Hi", "--aux-layer-ids is given twice, 1,2,3 and 0,1,2"),
     ("--slots 0 Hi", "--slots is 0.*1 or more"),

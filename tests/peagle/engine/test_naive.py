@@ -15,10 +15,12 @@ PROMPT = tuple(np.random.default_rng(4).integers(0, TARGET.vocab_size, 37).tolis
 K = 3
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.7, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("length", "sampling"), [(len(PROMPT), SamplingParams()), (1, SamplingParams(0.9, top_k=20, top_p=0.8, seed=3))]
+)
 @pytest.mark.parametrize("drafter", ["P-EAGLE", "EAGLE-3", "DFlash"])
-def test_the_engine_is_the_specification(drafter: str, sampling: SamplingParams) -> None:
-    pair, request = models(drafter=drafter), Request(PROMPT, 24, sampling)
+def test_the_engine_is_the_specification(drafter: str, length: int, sampling: SamplingParams) -> None:
+    pair, request = models(drafter=drafter), Request(PROMPT[:length], 24, sampling)
     tokens, num_accepted = speculate(pair.target, pair.drafter, request, K)
     (engine_tokens,), (steps,) = decode(engine_of(pair, K, context=80), [request])
     assert tokens == engine_tokens

@@ -37,7 +37,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "{",
         '{"num_speculative_tokens": 0}',
         '{"num_speculative_tokens": true}',
-        "{}",
         '{"drafts": {"1": 5}}',
         json.dumps({"num_speculative_tokens": 2, "acceptance": {"greedy": COUNTS[0], "sampled": COUNTS[1]}}),
         json.dumps({"edges": EDGES, "acceptance": {"greedy": COUNTS[0]}}),
