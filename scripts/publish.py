@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.measure import pages
+from peagle.measure import reports
 from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.figures import alone, concurrent, rows
 from peagle.measure.sweep.plan import Plan, short_names
@@ -72,7 +72,7 @@ def _sweep(run: Path) -> dict[str, bytes]:
         raise InputError("no pictures can be drawn without matplotlib; pip install matplotlib")
     figures = rounded(rows(folder))  # so that page and run.json agree to the last digit
     blocks = page.run_blocks(folder, figures)
-    left_out = [block for block in blocks if isinstance(block, pages.Picture)][MAX_PICTURES:]
+    left_out = [block for block in blocks if isinstance(block, reports.Picture)][MAX_PICTURES:]
     blocks = [block for block in blocks if block not in left_out]
     entries = [row.to_json() for row in alone(figures)]
     fixed = [entry for entry in entries if not entry["raw"] and isinstance(entry["k"], int)]
@@ -81,9 +81,9 @@ def _sweep(run: Path) -> dict[str, bytes]:
     at_once = [{name: entry[name] for name in AT_ONCE} for entry in (row.to_json() for row in concurrent(figures))]
     record = {name: value for name, value in folder.record.items() if name != "shares"}
     record |= {"by_concurrency": at_once} if at_once else {}
-    texts = {"README.md": pages.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
+    texts = {"README.md": reports.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
     return {
-        name: _without_places(text, folder.plan).encode() for name, text in (texts | pages.pictures(blocks)).items()
+        name: _without_places(text, folder.plan).encode() for name, text in (texts | reports.pictures(blocks)).items()
     }
 
 

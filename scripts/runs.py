@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 
 from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.engine.request import Request
-from peagle.measure import pages
+from peagle.measure import reports
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
 from peagle.ops.errors import InputError
@@ -202,27 +202,27 @@ class RawLines:
                 file.write(dumps(line) + "\n")
 
 
-def write_run(out: Path, record: Json, blocks: Sequence[pages.Block], show: bool = True) -> None:
+def write_run(out: Path, record: Json, blocks: Sequence[reports.Block], show: bool = True) -> None:
     """Write run.json, README.md and pictures into the folder. show: print the page, too."""
-    text = pages.markdown(blocks)
+    text = reports.markdown(blocks)
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.json").write_text(dumps(record, indent=1) + "\n", encoding="utf-8")
-    for name, content in {"README.md": text, **pages.pictures(blocks)}.items():
+    for name, content in {"README.md": text, **reports.pictures(blocks)}.items():
         (out / name).write_text(content, encoding="utf-8")
     if show:
         print(text)
 
 
-def title(text: str, record: Json, models: str = "") -> list[pages.Block]:
+def title(text: str, record: Json, models: str = "") -> list[reports.Block]:
     """Lay out a page's title, the command, the models and the machine."""
     source = record["provenance"]
     about = f"{models}; {where(source)}." if models else f"{where(source)}."
-    return [pages.heading(text, 1), f"`{source['command']}`", about]
+    return [reports.heading(text, 1), f"`{source['command']}`", about]
 
 
-def table(rows: Iterable[Json], columns: Mapping[str, Callable[[Json], str]]) -> pages.Table:
+def table(rows: Iterable[Json], columns: Mapping[str, Callable[[Json], str]]) -> reports.Table:
     """Make a page's table. columns: {header: format of a row's cell}."""
-    return pages.Table(tuple(columns), [[text(row) for text in columns.values()] for row in rows])
+    return reports.Table(tuple(columns), [[text(row) for text in columns.values()] for row in rows])
 
 
 def cell(name: str, form: str = "", factor: float = 1.0) -> Callable[[Json], str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from peagle.checkpoints import DEMO
 from peagle.loading import load
-from peagle.measure.pages import Table, markdown
+from peagle.measure.reports import Table, markdown
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from scripts import runs

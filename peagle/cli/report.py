@@ -14,7 +14,7 @@ from rich.text import Text
 
 from peagle.cli.flags import QUIET
 from peagle.cli.output import show_lines
-from peagle.measure import pages
+from peagle.measure import reports
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, printable
 from peagle.ops.flag import OUTPUT, Flag
@@ -82,10 +82,10 @@ class Report:
 
 def finish(
     display: "Display",
-    tables: Iterable[tuple[str, pages.Table]],
+    tables: Iterable[tuple[str, reports.Table]],
     sentences: Iterable[str],
     where: Path,
-    blocks: Callable[[], Sequence[pages.Block]],
+    blocks: Callable[[], Sequence[reports.Block]],
 ) -> None:
     """Write the page, show the figures, and name the page. If it cannot be written, the figures are shown all the same.
 
@@ -95,7 +95,7 @@ def finish(
 
     try:
         with display.stage("drawing"):
-            pages.write(where, blocks())
+            reports.write(where, blocks())
     finally:
         if not display.quiet:
             show(tables, sentences)
@@ -105,7 +105,7 @@ def finish(
         show_lines([str(where / "report.html")])
 
 
-def show(tables: Iterable[tuple[str, pages.Table]], sentences: Iterable[str]) -> None:
+def show(tables: Iterable[tuple[str, reports.Table]], sentences: Iterable[str]) -> None:
     """Print tables with their titles, and the result in sentences."""
     console = Console(highlight=False)
     for title, table in tables:
@@ -113,7 +113,7 @@ def show(tables: Iterable[tuple[str, pages.Table]], sentences: Iterable[str]) ->
     show_lines(f"{printable(sentence)}." for sentence in sentences)
 
 
-def _show_table(console: Console, title: str, table: pages.Table) -> None:
+def _show_table(console: Console, title: str, table: reports.Table) -> None:
     """Print a table; if it is too wide, as several tables with some of its columns.
 
     A figure and its interval stay on one line; headers and the names of rows break between words.

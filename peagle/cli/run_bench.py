@@ -18,7 +18,7 @@ from peagle.cli.output import STANDARD_OUTPUT, output_file, wrapped
 from peagle.cli.results import LOADED, SCHEMA, dumps
 from peagle.fit import check_fit
 from peagle.loading import local_model
-from peagle.measure import pages
+from peagle.measure import reports
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
@@ -81,7 +81,7 @@ def time_target(settings: BenchCommand) -> int:
         json_file.write(dumps(report))
     if markdown_file is not None:
         command = f"`{' '.join(report['provenance']['command'])}`"
-        markdown_file.write(pages.markdown([*heading, table, legend, command]))
+        markdown_file.write(reports.markdown([*heading, table, legend, command]))
     if settings.markdown != STANDARD_OUTPUT or not sys.stdout.isatty():  # otherwise Markdown is on the screen already
         _show(heading, table, legend, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
     return interrupt.EXIT_CODE if measured.interrupted else 0
@@ -187,7 +187,7 @@ def _test_name(case: Case, options: BenchOptions) -> str:
     return name + (f", K = {case.num_drafts}" if case.num_drafts else "") + ", at once" * case.blocked
 
 
-def _table(measured: Bench, weights: WeightBytes) -> pages.Table:
+def _table(measured: Bench, weights: WeightBytes) -> reports.Table:
     options, rows = measured.options, []
     figures = {"v(T)": "v", "floor": "v_floor", "GB/s": "weight_gb_per_s"}  # caption: key of the JSON
     figures |= {"over 1 slot": "over_one_slot"} if _compares_slots(options) else {}
@@ -202,7 +202,7 @@ def _table(measured: Bench, weights: WeightBytes) -> pages.Table:
                 *(_number(block[key]) for key in figures.values()),
             )
         )
-    return pages.Table(("test", "tok/s", "ms/pass", *figures), rows)
+    return reports.Table(("test", "tok/s", "ms/pass", *figures), rows)
 
 
 def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> list[str]:
@@ -221,7 +221,7 @@ def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> l
     ]
 
 
-def _show(heading: Sequence[str], table: pages.Table, legend: str, to_stderr: bool) -> None:
+def _show(heading: Sequence[str], table: reports.Table, legend: str, to_stderr: bool) -> None:
     console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, soft_wrap=True)
     if not table.rows:
         console.print("interrupted before the first measurement")

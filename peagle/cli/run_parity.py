@@ -22,7 +22,7 @@ from peagle.pair import Pair
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
 from peagle.text.prompts import Conversation, Rendering
 from peagle.workflows.hf_reference import DTYPE, TargetParity, compare_target
-from peagle.workflows.parity_check import DraftedTexts, Findings, ParityConfig, draft_texts, emitted_texts, examine
+from peagle.workflows.parity import DraftedTexts, Findings, ParityConfig, draft_texts, emitted_texts, examine
 
 
 def compare(settings: Parity) -> int:

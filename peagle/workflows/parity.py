@@ -1,193 +1,432 @@
-"""Find out why a drafter's acceptance is low: compare the engine's drafts with others at the same positions.
-
-Two kinds of faults lower acceptance without a message. The engine may run the checkpoint incorrectly: then its drafts
-differ from those of the same drafter replayed by itself, and the pattern of the differences shows the fault
-(`explain`). Or the drafter was trained with other settings, or with another prompt format, than the checkpoint says:
-then another reading of the checkpoint is accepted more often (`causes`).
-"""
+"""Explain a pair's acceptance: compare it with references, and try other readings of the drafter's checkpoint."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.measure.estimates import Estimate, estimate, ratio
-from peagle.ops import interrupt
-from peagle.ops.messages import DrafterInput, DraftOutput
-from peagle.protocols import Drafter
+from drafter import reference
+from drafter.config import DrafterConfig
+from drafter.dialects import (
+    DFLASH_CONFIG,
+    EMBEDDING,
+    LM_HEAD,
+    MASK_TOKEN_KEYS,
+    TOP_AUX_LAYERS,
+    named_aux_layers,
+)
+from drafter.load import STORE_OFFSETS
+from drafter.params import DrafterParams
+from drafter.propose import AnyDrafter, DFlash, PEagle
+from drafter.vocabulary import Coverage, coverage
+from peagle.engine.speculation import OFF, SPECULATION_FILE, WINDOW_KEY
+from peagle.measure.estimates import estimate, ratio
+from peagle.ops import interrupt, strict_json
+from peagle.ops.checkpoint import Checkpoint
+from peagle.ops.errors import InputError
+from peagle.ops.linear import as_matrix
+from peagle.ops.norm import rms_norm
+from peagle.pair import Pair
+from peagle.result import decode
+from peagle.text.prompts import Conversation, Rendering
+from peagle.workflows.draft_parity import (
+    Cause,
+    DraftDifference,
+    DraftedText,
+    Reading,
+    accepted,
+    causes,
+    compare,
+    replay,
+)
+from peagle.workflows.hf_reference import EmittedText, Outputs
+from target.model import GptOss
 
-FOLLOWS = 0.9  # share of the steps that must follow a fault's pattern
-CHANCE = 0.05  # the pattern's probability without the fault must be lower
-LEAST_GAIN, LEAST_FRAC = 0.1, 0.05  # that a cause must gain: tokens a step, and share of the acceptance length
-LENGTHS, STEPS = 256, 32  # cache lengths and numbers of steps are multiples of these, so that texts share programs
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftedText:
-    """A prompt with its greedy answer, and the engine's drafts in each step that drafted."""
-
-    token_ids: np.ndarray  # [n] int32
-    aux_hidden: np.ndarray  # [n, A]
-    lengths: tuple[int, ...]  # by step: of the target's cache; token_ids[length] was the pending token
-    drafts: tuple[tuple[int, ...], ...]  # by step
-    num_accepted: tuple[int, ...]  # by step
-
-
-def replay(drafter: Drafter, text: DraftedText, num_drafts: int, blind: bool = False) -> DraftOutput:
-    """Run the drafter over a text as the engine does; return its drafts [S, K] in all steps, in NumPy.
-
-    It absorbs the prompt; then each step reads the tokens committed in the one before. blind: each step begins with an
-    empty cache.
-    """
-    interrupt.check()
-    prompt, widest = text.lengths[0], num_drafts + 1
-    capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS
-    state = drafter.init_state(1, capacity, max(capacity, 2 * num_drafts))  # the prompt is written at once
-    if not blind:
-        ids, aux = _padded(text.token_ids[1:prompt], capacity), _padded(text.aux_hidden[: prompt - 1], capacity)
-        row = np.arange(capacity, dtype=np.int32)
-        positions = np.where(row < prompt - 1, row, -1)[None]
-        state = jax.jit(type(drafter).absorb)(drafter, state, ids, aux, positions)
-    before = (prompt - 1, *text.lengths)
-    committed = [(max(first, end - widest), end) for first, end in zip(before, text.lengths, strict=False)]
-    committed += [committed[-1]] * (-len(committed) % STEPS)
-    leaves: dict[str, Any] = {
-        "token_ids": np.stack([_padded(text.token_ids[first + 1 : end + 1], widest) for first, end in committed]),
-        "aux_hidden": np.stack([_padded(text.aux_hidden[first:end], widest) for first, end in committed]),
-        "num": np.array([[end - first] for first, end in committed], np.int32),
-        "first_position": np.array([[first] for first, _ in committed], np.int32),
-    }
-    drafts = _propose_in_turn(drafter, state, DrafterInput(**leaves), num_drafts, blind)
-    in_steps: DraftOutput = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(text.lengths), 0], drafts)
-    return in_steps
-
-
-@functools.partial(jax.jit, static_argnames=("num_drafts", "blind"))
-def _propose_in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: int, blind: bool) -> Any:
-    """Propose in all steps, one after the other; [S, 1, ...]. blind: always from the first state."""
-
-    def propose(state: Any, drafter_input: DrafterInput) -> tuple[Any, DraftOutput]:
-        widths = jnp.full(1, num_drafts, jnp.int32)
-        draft, after = drafter.propose(state, drafter_input, widths, num_drafts=num_drafts)
-        return state if blind else after, draft
-
-    return jax.lax.scan(propose, state, drafter_inputs)[1]
-
-
-def _padded(rows: np.ndarray, width: int) -> Any:
-    """Pad to [1, width, ...]; in NumPy, which dispatches no program."""
-    return np.pad(rows, [(0, width - len(rows)), *((0, 0),) * (rows.ndim - 1)])[None]
-
-
-def accepted(drafts: Any, text: DraftedText) -> np.ndarray:
-    """Count in each step the leading drafts that equal the text, up to its end; [S]."""
-    counts = []
-    for length, step in zip(text.lengths, drafts, strict=True):
-        following = text.token_ids[length + 1 : length + 1 + len(step)]
-        right = step[: len(following)] == following
-        counts.append(int(np.cumprod(right).sum()))
-    return np.array(counts)
+WINDOWS = (None, 128, 256, 512)  # to try, in positions; None: no window
+MOST_MASK_TOKENS = 24  # ids to try in the mask slots
+CLOSE = {"float32": 1e-3, "bfloat16": 0.2}  # the largest equal difference, in standard deviations of the logits
+ROUNDED_FRAC = {"float32": 0.02, "bfloat16": 0.15}  # the share of steps whose drafts rounding may change
+SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of special tokens
+Tensors = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftDifference:
-    """How the engine's drafts differ from the replayed ones: the first difference, and how many there are."""
+class ParityConfig:
+    """How to decode the texts to compare on."""
 
-    text: int
-    step: int
-    draft: int
-    engine: int  # token id
-    reference: int  # token id
-    frac: float  # steps that differ / all steps
-    explanation: str | None
+    num_speculative_tokens: int = 5
+    max_new_tokens: int = 64
+    reference_steps: int = 6  # to compare with the float64 reference, which is slow
+    raw: bool = False
+    special_tokens: bool = False
 
 
-def compare(texts: Sequence[DraftedText], reference: Sequence[Any], blind: Sequence[Any]) -> DraftDifference | None:
-    """Compare the drafts that the engine verified with the replayed ones; None if all are equal.
+@dataclasses.dataclass(frozen=True)
+class DraftedTexts:
+    """The pair's answers to the prompts in one rendering, without those in which nothing was drafted."""
 
-    reference, blind: by text, the tokens of `replay` without and with `blind`.
-    """
-    first, differing, total = None, 0, 0
-    for number, (text, expected) in enumerate(zip(texts, reference, strict=True)):
-        for step, (ours, theirs) in enumerate(zip(text.drafts, expected, strict=True)):
-            wrong = np.flatnonzero(np.array(ours) != theirs[: len(ours)])
-            total += 1
-            differing += len(wrong) > 0
-            if len(wrong) and first is None:
-                draft = int(wrong[0])
-                first = number, step, draft, int(ours[draft]), int(theirs[draft])
-    if first is None:
-        return None
-    return DraftDifference(*first, differing / total, explain(texts, reference, blind))
+    texts: tuple[DraftedText, ...]  # with the aux_hidden of the config's layers
+    hiddens: tuple[np.ndarray, ...]  # [n, L, D] by text: the outputs of all layers
+    rows: tuple[int, ...]  # by text: index of its conversation
+    capacity: int  # length of the caches
+
+    @property
+    def num_accepted(self) -> np.ndarray:
+        """The accepted drafts of the engine's steps; [S]."""
+        return np.concatenate([accepted(np.array(text.drafts), text) for text in self.texts])
 
 
-def explain(texts: Sequence[DraftedText], reference: Sequence[Any], blind: Sequence[Any]) -> str | None:
-    """Describe the known fault whose pattern the engine's drafts follow; None if they follow none."""
-    steps = [
-        (number, step, ours == tuple(theirs[: len(ours)]), ours == tuple(alone[: len(ours)]))
-        for number, (text, expected, unseen) in enumerate(zip(texts, reference, blind, strict=True))
-        for step, (ours, theirs, alone) in enumerate(zip(text.drafts, expected, unseen, strict=True))
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """The drafter's logits compared with the float64 reference's."""
+
+    num_steps: int
+    cosine: float  # the least
+    max_difference: float  # in standard deviations of the reference's logits
+    same_drafts_frac: float
+    close: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """The results. Their names are keys of --json."""
+
+    logits: Logits | None  # None: not compared, as of EAGLE-3 drafters
+    same_drafts_frac: float | None  # share of the reference's drafts that are the drafter's, too; None: not compared
+    difference: DraftDifference | None
+    seen: float  # acceptance length in the engine
+    expected: float  # acceptance length of the drafter replayed along the texts
+    other_rendering: float | None  # acceptance length with the prompts as raw text, or in the chat template
+    readings: dict[str, float]  # acceptance length by other reading
+    causes: tuple[Cause, ...]
+    allowed_frac: float  # as ROUNDED_FRAC
+    vocabulary: Coverage | None  # of the answers, by a narrowed draft vocabulary
+
+    @property
+    def drafts_fine(self) -> bool:
+        return self.difference is None or self.difference.frac <= self.allowed_frac
+
+    @property
+    def fine(self) -> bool:
+        return self.drafts_fine and not self.causes and (self.logits is None or self.logits.close)
+
+
+def draft_texts(
+    pair: Pair, conversations: Sequence[Conversation], config: ParityConfig, *, raw: bool, at_least: int = 0
+) -> DraftedTexts:
+    """Answer the prompts greedily, and compute all hidden states. at_least: the least length of the caches."""
+    rendering = Rendering(raw=raw, special_tokens=raw and config.special_tokens)
+    requests = [
+        pair.request(conversation, [], rendering, max_new_tokens=config.max_new_tokens, index=index)
+        for index, conversation in enumerate(conversations)
     ]
-    right, alone = (float(np.mean([step[which] for step in steps])) for which in (2, 3))
-    if alone >= FOLLOWS and alone > right:
-        return (
-            "the drafter is blind to its context: its drafts are those of an empty cache; the cache is not filled at "
-            "prefill, not carried from step to step, or not read"
-        )
-    # events that leave rows in the cache to be rolled back: rejected drafts; in a drafter with mask slots, any
-    # draft after the first
-    leaves: dict[str, Callable[[int, int], bool]] = {
-        "the first rejection": lambda accepted, drafted: accepted < drafted,
-        "the first step with several drafts": lambda _, drafted: drafted > 1,
-    }
-    for event, left in leaves.items():
-        until: list[bool] = []
-        after: list[bool] = []
-        for number, step, right, _ in steps:
-            before = zip(texts[number].num_accepted[:step], texts[number].drafts[:step], strict=True)
-            (after if any(left(a, len(d)) for a, d in before) else until).append(right)
-        # the chance that no draft is wrong until the event if wrong ones are as frequent before it as after it
-        if after and all(until) and np.mean(after) ** len(until) < CHANCE:
-            return (
-                f"drafts are right until {event} and wrong after it: the drafter's cache is not rolled back to the "
-                "accepted tokens (or along an axis that is not that of its positions)"
+    capacity = pair.capacity(requests, at_least)
+    engine = pair.engine(pair.engine_config(config.num_speculative_tokens, context=capacity))
+    target = cast(GptOss, pair.target)
+    all_layers = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
+    texts, hiddens, rows = [], [], []
+    for request in requests:
+        result = decode(engine, [request], None)[0]
+        steps = [step for step in result.steps if step.draft_token_ids]
+        if not steps:
+            continue
+        ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
+        outputs = np.asarray(_aux_hidden(all_layers, _padded(ids, capacity)))
+        hidden = outputs[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
+        hiddens.append(hidden)
+        rows.append(request.index)
+        texts.append(
+            DraftedText(
+                ids,
+                _aux_of(hidden, target.aux_layer_ids),
+                tuple(step.length for step in steps),
+                tuple(step.draft_token_ids for step in steps),
+                tuple(step.num_accepted for step in steps),
             )
-    return None
+        )
+    if not texts:
+        raise InputError("no answer is longer than its first token, so nothing was drafted; give other prompts")
+    return DraftedTexts(tuple(texts), tuple(hiddens), tuple(rows), capacity)
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """Another reading of the drafter's checkpoint, and its accepted drafts."""
-
-    name: str
-    accepted: np.ndarray  # [S], over the steps of all texts
-    cure: str = ""  # the change of files or options that chooses it
-
-
-@dataclasses.dataclass(frozen=True)
-class Cause:
-    """A reading that is accepted significantly more often than the checkpoint as it is."""
-
-    name: str
-    acceptance_length: float
-    gain: Estimate
-    cure: str = ""
+@jax.jit
+def _aux_hidden(target: GptOss, ids: Any) -> jax.Array:
+    """Compute aux_hidden [1, T, A] of a text that is padded to T tokens."""
+    positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    cache = target.init_cache(1, ids.shape[1], ids.shape[1])
+    return target.extend(ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[0].aux_hidden
 
 
-def causes(as_it_is: np.ndarray, readings: Sequence[Reading]) -> list[Cause]:
-    """Select the readings that explain a low acceptance, the greatest gain first.
+def emitted_texts(pair: Pair, drafted: DraftedTexts) -> Iterator[EmittedText]:
+    """Yield the texts with the target's outputs, for `compare_target`; logits from the prompt's last token on."""
+    target = cast(GptOss, pair.plain_target)
+    most = max(len(text.token_ids) - text.lengths[0] for text in drafted.texts) + 1
+    for text, hidden in zip(drafted.texts, drafted.hiddens, strict=True):
+        ids, first = text.token_ids, text.lengths[0] - 1
+        rows = np.minimum(first + np.arange(most, dtype=np.int32), len(ids) - 1)[None]
+        logits = np.asarray(_logits(target, _padded(ids, drafted.capacity), rows))[0, : len(ids) - first]
+        norm = rms_norm(jnp.asarray(hidden[:, -1]), target.params.norm, target.config.rms_norm_eps)
+        yield EmittedText(ids, Outputs(hidden, np.asarray(norm), logits.astype(np.float32)))
 
-    The 95 % interval of the gain excludes zero, and the gain exceeds both LEAST_GAIN and LEAST_FRAC.
+
+@jax.jit
+def _logits(target: GptOss, ids: Any, rows: Any) -> jax.Array:
+    """Compute the logits [1, L, V] of rows [1, L] of a text that is padded to T tokens."""
+    positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    return target.extend(ids, positions, target.init_cache(1, ids.shape[1], ids.shape[1]), rows)[0].logits
+
+
+def _padded(ids: np.ndarray, capacity: int) -> np.ndarray:
+    return np.pad(ids, (0, capacity - len(ids)))[None]
+
+
+def examine(
+    pair: Pair,
+    model: AnyDrafter,
+    checkpoint: Checkpoint,
+    drafted: DraftedTexts,
+    conversations: Sequence[Conversation],
+    config: ParityConfig,
+    progress: Callable[[int, int], None],
+) -> Findings:
+    """Compare the drafts of the engine, of the replayed drafter and of the float64 reference; try other readings.
+
+    model: the drafter as loaded from the checkpoint.
     """
-    likely = []
-    for reading in readings:
-        more = (reading.accepted - as_it_is).astype(np.float64)
-        gain = estimate(np.stack([more, np.ones_like(more)], axis=1), ratio)
-        least = max(LEAST_GAIN, LEAST_FRAC * (1 + as_it_is.mean()))
-        if gain is not None and (gain.low or 0.0) > 0 and gain.value > least:
-            likely.append(Cause(reading.name, 1 + float(reading.accepted.mean()), gain, reading.cure))
-    return sorted(likely, key=lambda cause: -cause.gain.value)
+    k, texts = config.num_speculative_tokens, drafted.texts
+    replayed = [replay(model, text, k).token_ids for text in texts]
+    blind = [replay(model, text, k, blind=True).token_ids for text in texts]
+    logits, same = against_reference(pair, model, checkpoint, texts, config)
+    as_it_is = np.concatenate([accepted(drafts, text) for drafts, text in zip(replayed, texts, strict=True)])
+    candidates = list(readings(pair, model, checkpoint, drafted))
+    results = []
+    for number, candidate in enumerate(candidates):
+        steps = [accepted(replay(candidate.model, text, k).token_ids, text) for text in candidate.texts]
+        results.append(Reading(candidate.name, np.concatenate(steps), candidate.cure))
+        progress(number + 1, len(candidates))
+    vocabulary = None
+    ids = model.params.draft_to_target
+    if ids is not None and len(ids) < model.config.vocab_size:
+        vocabulary = coverage([text.token_ids[text.lengths[0] + 1 :] for text in texts], np.asarray(ids), k)
+        results.append(with_all_tokens(texts, replayed, np.asarray(ids), vocabulary))
+    likely = causes(as_it_is, results)
+    other_rendering = None
+    if pair.tokenizer is not None and all(conversation.turns for conversation in conversations):
+        try:
+            # with caches of the same length, for which the programs are compiled already
+            other = draft_texts(pair, conversations, config, raw=not config.raw, at_least=drafted.capacity)
+        except InputError:  # no chat template, or prompts that need one
+            pass
+        else:
+            other_rendering = 1 + float(other.num_accepted.mean())
+            if config.raw:
+                likely = [*_missing_template(drafted, other), *likely]
+    return Findings(
+        logits=logits,
+        same_drafts_frac=same,
+        difference=compare(texts, replayed, blind),
+        seen=1 + float(drafted.num_accepted.mean()),
+        expected=1 + float(as_it_is.mean()),
+        other_rendering=other_rendering,
+        readings={reading.name: 1 + float(reading.accepted.mean()) for reading in results},
+        causes=tuple(likely),
+        allowed_frac=ROUNDED_FRAC[pair.loaded.dtype],
+        vocabulary=vocabulary,
+    )
+
+
+def with_all_tokens(texts: Sequence[DraftedText], drafts: Sequence[Any], ids: np.ndarray, covered: Coverage) -> Reading:
+    """Count the acceptance if all tokens that the drafter cannot propose were drafted right."""
+    counts = []
+    for text, steps in zip(texts, drafts, strict=True):
+        best = []
+        for length, step in zip(text.lengths, steps, strict=True):
+            following = text.token_ids[length + 1 : length + 1 + len(step)]
+            best.append(np.where(np.isin(following, ids), step[: len(following)], following))
+        counts.append(accepted(best, text))
+    name = (
+        f"vocabulary: {1 - covered.frac:.1%} of the answers' tokens are not among its {len(ids):,}; with them, at best"
+    )
+    cure = "train with a larger --draft-vocab, or with a list of the tokens that such answers hold"
+    return Reading(name, np.concatenate(counts), cure)
+
+
+def against_reference(
+    pair: Pair, model: AnyDrafter, checkpoint: Checkpoint, texts: Sequence[DraftedText], config: ParityConfig
+) -> tuple[Logits | None, float | None]:
+    """Compare the first steps with drafter/reference.py; return (logits, share of equal drafts).
+
+    (None, None) for a drafter without a head, which the reference needs.
+    """
+    k, draft_to_target = config.num_speculative_tokens, model.params.draft_to_target
+    tensors = _tensors(checkpoint, pair, model.config)
+    if LM_HEAD not in tensors:
+        return None, None
+    by_step = ("lengths", "drafts", "num_accepted")
+    text = dataclasses.replace(
+        texts[0], **{name: getattr(texts[0], name)[: config.reference_steps] for name in by_step}
+    )
+    ours = replay(
+        dataclasses.replace(model, with_logits=True) if isinstance(model, PEagle | DFlash) else model, text, k
+    )
+    same, cosine, largest = [], 1.0, 0.0
+    for step, length in enumerate(text.lengths):
+        interrupt.check()
+        known = text.token_ids[: length + 1].tolist(), text.aux_hidden[:length]
+        expected = reference.draft_logits(tensors, model.config, *known, k)
+        ids = expected.argmax(-1)
+        ids = ids + tensors["d2t"][ids] if "d2t" in tensors else ids
+        same.append((ids == ours.token_ids[step]).mean())
+        if ours.logits is not None:
+            logits = ours.logits[step] if draft_to_target is None else ours.logits[step][:, np.asarray(draft_to_target)]
+            dots = (logits * expected).sum(-1) / np.linalg.norm(logits, axis=-1) / np.linalg.norm(expected, axis=-1)
+            cosine = min(cosine, float(dots.min()))
+            largest = max(largest, float(np.abs(logits - expected).max() / expected.std()))
+    frac = float(np.mean(same))
+    if ours.logits is None:
+        return None, frac
+    return Logits(len(text.lengths), cosine, largest, frac, largest < CLOSE[pair.loaded.dtype]), frac
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Another reading of a checkpoint, to try."""
+
+    name: str
+    cure: str
+    model: AnyDrafter
+    texts: Sequence[DraftedText]  # with the aux_hidden that it reads
+
+
+def readings(pair: Pair, model: AnyDrafter, checkpoint: Checkpoint, drafted: DraftedTexts) -> Iterator[Candidate]:
+    """Yield the readings of this checkpoint that a wrong config.json, or wrong tensors, are known to hide."""
+    params, config = model.params, model.config
+    aux_layers = [*named_aux_layers(checkpoint.config), TOP_AUX_LAYERS][0]
+    texts, layers = drafted.texts, cast(GptOss, pair.target).aux_layer_ids
+    num_layers = drafted.hiddens[0].shape[1]
+
+    def flipped(key: str) -> Candidate:
+        change: dict[str, Any] = {key: not getattr(config, key)}
+        other = dataclasses.replace(model, config=dataclasses.replace(config, **change))
+        return Candidate(f"{key}: {strict_json.dumps(change[key])}", _key(key, change[key]), other, texts)
+
+    for shift in (-1, 1):
+        moved = tuple(layer + shift for layer in layers)
+        if all(0 <= layer < num_layers for layer in moved):
+            shifted = [
+                dataclasses.replace(text, aux_hidden=_aux_of(hidden, moved))
+                for text, hidden in zip(texts, drafted.hiddens, strict=True)
+            ]
+            name = f"taps: every one is off by {-shift:+d}, it reads outputs {list(layers)} instead of {list(moved)}"
+            typed = ",".join(map(str, moved))
+            cure = f"{_key(aux_layers.key, aux_layers.written(moved))}, or give --aux-layer-ids {typed}"
+            yield Candidate(name, cure, model, shifted)
+    if config.kind != "DFlash":
+        yield flipped("norm_before_residual")
+    target_embedding = cast(GptOss, pair.plain_target).params.embedding
+    if checkpoint.has(EMBEDDING) and target_embedding.shape == params.embedding.shape:
+        shared = dataclasses.replace(model, params=dataclasses.replace(params, embedding=target_embedding))
+        cure = f"take the tensor {EMBEDDING} out of the drafter's file: it then shares the target's"
+        yield Candidate("embedding: the target's instead of the stored one", cure, shared, texts)
+    if config.mask_token_id is not None:
+        keys = {**checkpoint.config.get(DFLASH_CONFIG, {}), **checkpoint.config}
+        mask_key = next(key for key in MASK_TOKEN_KEYS if keys.get(key) is not None)
+        for token in mask_tokens(pair, config):
+            embedding = params.embedding.at[config.mask_token_id].set(params.embedding[token])
+            other = dataclasses.replace(model, params=dataclasses.replace(params, embedding=embedding))
+            name = f"mask token: {token} instead of {config.mask_token_id}"
+            yield Candidate(name, _key(mask_key, token), other, texts)
+    else:
+        yield flipped("norm_output")
+    longest = max(len(text.token_ids) for text in texts)
+
+    def unseen(config: DrafterConfig) -> list[int]:
+        """Count by layer the positions of the longest text that its window hides."""
+        windows = (config.window(layer) for layer in range(config.num_layers))
+        return [0 if window is None else max(longest - window, 0) for window in windows]
+
+    tried = [unseen(config)]
+    for window in WINDOWS:
+        changed = config.with_window(window)
+        if unseen(changed) not in tried:
+            tried.append(unseen(changed))
+            value = OFF if window is None else window
+            cure = f"give --drafter-window {value}, or write {strict_json.dumps({WINDOW_KEY: value})} into "
+            cure += f"{SPECULATION_FILE} beside the drafter"
+            yield Candidate(f"window: {value}", cure, dataclasses.replace(model, config=changed), texts)
+    for name, cure, ids in vocabularies(checkpoint, params, config):
+        mapped = dataclasses.replace(params, draft_to_target=jnp.asarray(ids, jnp.int32))
+        yield Candidate(f"vocabulary map: {name}", cure, dataclasses.replace(model, params=mapped), texts)
+
+
+def _key(key: str, value: object) -> str:
+    """Describe the change of a key in config.json."""
+    return f'write "{key}": {strict_json.dumps(value)} into the drafter\'s config.json'
+
+
+def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
+    """List ids that mask slots may have had in training: the last and the first special tokens, and the last id."""
+    tokenizer = pair.tokenizer
+    special = [
+        token
+        for token in range(config.vocab_size)
+        if tokenizer is None or not (spelled := tokenizer.token_bytes(token)) or SPECIAL.fullmatch(spelled)
+    ]
+    ordered = dict.fromkeys(
+        [*special[-MOST_MASK_TOKENS // 2 :], *special[: MOST_MASK_TOKENS // 2], config.vocab_size - 1]
+    )
+    return [token for token in ordered if token != config.mask_token_id][:MOST_MASK_TOKENS]
+
+
+def vocabularies(
+    checkpoint: Checkpoint, params: DrafterParams, config: DrafterConfig
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield (name, cure, ids) of other maps to the target's ids that the files may mean."""
+    if params.draft_to_target is None or not checkpoint.has(LM_HEAD):  # a shared head is cut by the map
+        return
+    used = np.asarray(params.draft_to_target)
+    maps = [("d2t holds absolute ids, not offsets", STORE_OFFSETS, checkpoint.take("d2t").astype(np.int64))]
+    if checkpoint.has("t2d"):
+        marked = np.flatnonzero(checkpoint.take("t2d"))
+        maps.append(("that of t2d", "store numpy.flatnonzero(t2d) - arange(len(d2t)) as d2t", marked))
+    maps.append(("none", "store zeros as d2t", np.arange(len(used))))
+    tried = [used]
+    for name, cure, ids in maps:
+        fits = len(ids) == len(used) and ids.min() >= 0 and ids.max() < config.vocab_size
+        if fits and not any(np.array_equal(ids, known) for known in tried):
+            tried.append(ids)
+            yield name, cure, ids
+
+
+def _missing_template(raw: DraftedTexts, chat: DraftedTexts) -> list[Cause]:
+    """Name the missing chat template as a cause, if acceptance is surely higher with it."""
+    in_chat = dict(zip(chat.rows, chat.texts, strict=True))
+    both = [(text, in_chat[row]) for row, text in zip(raw.rows, raw.texts, strict=True) if row in in_chat]
+    counts = [[n for text in texts for n in (sum(text.num_accepted), len(text.num_accepted))] for texts in both]
+    table = np.array(counts, np.float64).reshape(-1, 4)
+    gain = estimate(table, lambda tables: ratio(tables[..., 2:]) - ratio(tables[..., :2]))
+    if gain is None or (gain.low or 0.0) <= 0:
+        return []
+    better = 1 + float(chat.num_accepted.mean())
+    return [Cause("the prompts are raw", better, gain, "put them into the chat template: --render chat")]
+
+
+def _aux_of(hidden: np.ndarray, layers: Sequence[int]) -> np.ndarray:
+    """Make aux_hidden [n, A] of the outputs of these layers."""
+    return hidden[:, list(layers)].reshape(len(hidden), -1)
+
+
+def _tensors(checkpoint: Checkpoint, pair: Pair, config: DrafterConfig) -> Tensors:
+    """Read a drafter's tensors as stored, and from the target those that it shares."""
+    tensors = {name: checkpoint.take(name) for name in checkpoint.names}
+    target = cast(GptOss, pair.plain_target).params
+    if EMBEDDING not in tensors:
+        bits = np.asarray(target.embedding)
+        tensors[EMBEDDING] = bits.view(jnp.bfloat16) if bits.dtype == np.uint16 else bits
+    if config.kind == "DFlash":
+        tensors[LM_HEAD] = as_matrix(target.lm_head).T
+    return tensors

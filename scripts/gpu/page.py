@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from peagle.measure.metrics import figure_text
-from peagle.measure.pages import Block, Table, heading
+from peagle.measure.reports import Block, Table, heading
 from scripts.runs import Json, cell, spread_text, table, where
 
 STEP = ("draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from peagle.measure.metrics import Spread
-from peagle.measure.pages import Block, Table, heading
+from peagle.measure.reports import Block, Table, heading
 from scripts.peers.roster import LLAMA, OURS, VLLM
 from scripts.runs import Json, cell, table, title
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from peagle.config import AUTO
 from peagle.engine.accept import NOISE
 from peagle.loading import load
-from peagle.measure.pages import Block
+from peagle.measure.reports import Block
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
 from peagle.pair import Pair

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from peagle.checkpoints import DEMO
-from peagle.measure.pages import Block, Table, heading
+from peagle.measure.reports import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts import runs

@@ -28,8 +28,8 @@ from pathlib import Path
 import peagle
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
-from peagle.measure.pages import Block, heading
 from peagle.measure.provenance import num_threads
+from peagle.measure.reports import Block, heading
 from peagle.measure.sweep.plan import K
 from peagle.ops.files import expect_new
 from peagle.pair import Pair

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from peagle.measure.pages import Block, Table
+from peagle.measure.reports import Block, Table
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts import runs

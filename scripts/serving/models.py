@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from peagle.checkpoints import DEMO, HELD_OUT, resolve
-from peagle.measure.pages import Block
+from peagle.measure.reports import Block
 from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
 from peagle.text.prompt_files import read_prompt_file

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from peagle.checkpoints import DEMO, resolve
-from peagle.measure.pages import markdown
+from peagle.measure.reports import markdown
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES

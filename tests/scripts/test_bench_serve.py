@@ -9,7 +9,7 @@ import pytest
 
 from peagle.checkpoints import DEMO, resolve
 from peagle.engine.engine import Engine
-from peagle.measure.pages import markdown
+from peagle.measure.reports import markdown
 from peagle.ops.errors import InputError
 from peagle.text.tokenizer import load_tokenizer
 from scripts import bench

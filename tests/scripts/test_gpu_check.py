@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.measure.pages import markdown
+from peagle.measure.reports import markdown
 from scripts import gpu_check
 from scripts.gpu import page, shape
 from scripts.gpu.serving import over_engine

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from peagle.measure.estimates import FEWEST, Estimate, estimate_text
-from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
 from peagle.measure.provenance import machine_text, origin_text
+from peagle.measure.reports import Block, Commands, Picture, Table, heading, plain
 from peagle.measure.sweep import charts, headline
 from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Change, Difference

@@ -28,9 +28,9 @@ from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import from_ids
+from peagle.workflows.draft_parity import DraftedText, Reading, accepted, causes, compare, replay
 from peagle.workflows.hf_reference import other_tokens
-from peagle.workflows.parity import DraftedText, Reading, accepted, causes, compare, replay
-from peagle.workflows.parity_check import (
+from peagle.workflows.parity import (
     DraftedTexts,
     Findings,
     ParityConfig,

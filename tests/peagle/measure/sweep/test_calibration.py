@@ -8,7 +8,7 @@ import pytest
 
 from peagle.engine.speculation import Speculation, read_speculation
 from peagle.engine.widths import MIDDLES, NUM_BINS
-from peagle.measure.pages import markdown
+from peagle.measure.reports import markdown
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.calibration import Calibration, calibrations_of
 from peagle.measure.sweep.figures import rows

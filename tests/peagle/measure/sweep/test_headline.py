@@ -9,7 +9,7 @@ import pytest
 
 from peagle.cli import main
 from peagle.measure.estimates import Estimate
-from peagle.measure.pages import Commands, Table
+from peagle.measure.reports import Commands, Table
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import VariantRow, WithoutLoops, rows

@@ -15,7 +15,7 @@ import pytest
 from peagle.cli import main
 from peagle.cli.report import show
 from peagle.measure.estimates import Estimate, estimate_text
-from peagle.measure.pages import Table
+from peagle.measure.reports import Table
 from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import WithoutLoops, rows
@@ -311,7 +311,7 @@ def test_figures_are_shown_though_the_page_cannot_be_written(
     def full(*_: object) -> None:
         raise InputError("no room")
 
-    lab.monkeypatch.setattr("peagle.measure.pages.write", full)
+    lab.monkeypatch.setattr("peagle.measure.reports.write", full)
     assert main(words("report", runs[0].path)) == 2
     shown = capsys.readouterr()
     assert "speed-up" in shown.out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.measure.pages import Commands, Picture, Table, heading, html, markdown, plain, write
+from peagle.measure.reports import Commands, Picture, Table, heading, html, markdown, plain, write
 
 HOSTILE = "<script>alert(1)</script> ![x](http://a/b.png) [y](http://a) <http://a>"
 SVG = "<svg id='a'/>"
