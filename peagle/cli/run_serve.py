@@ -29,7 +29,7 @@ from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.server import Server, ServerOptions, listen, on_loopback
 from peagle.serve.service import Service
-from peagle.serve.stored import ResponseStore
+from peagle.serve.stored import RESPONSE_OPTIONS, ResponseStore
 
 DEMO_NAME = "peagle-demo"
 FAILED = 1  # exit codes
@@ -65,7 +65,7 @@ def serve(settings: Serve) -> int:
             settings.allow_origin,
             allowed_hosts(settings.host, keys, settings.allow_origin),
             None if settings.quiet else _request_log(),
-            responses=ResponseStore(settings.response_store, settings.response_ttl),
+            responses=ResponseStore(settings.response_store, settings.response_ttl, RESPONSE_OPTIONS),
             max_unsent=settings.max_unsent,
         )
         options = ServerOptions(

@@ -70,7 +70,7 @@ class Serve(Served):
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64
     """Requests that may wait for a slot; further ones get status 429."""
     max_body: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
-    """Largest request, in bytes."""
+    """Largest request, in bytes; also of the kept items that it names."""
     max_unsent: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
     """Bytes of a stream that may wait for a slow client; a stream with more ends with an error."""
     response_store: Annotated[int, Flag(SERVER, "BYTES")] = 256_000_000

@@ -37,7 +37,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.service import Service
-from peagle.serve.stored import ResponseStore
+from peagle.serve.stored import RESPONSE_OPTIONS, ResponseStore
 
 UNLIMITED = 1_000_000  # ongoing calls per replica: engines have their own queues
 BUSY_PREFILL = 2  # ongoing requests of a replica that prefills above which to scale up: one is computed, one waits
@@ -198,7 +198,7 @@ class Application:
         builder = RequestBuilder(pair, resolved.context, config.date, resolved.num_drafts)
         fleet = Fleet(RayCalls(prefill, decode), engine, config.most_open, config.patience_s)
         self._watching = asyncio.get_running_loop().create_task(fleet.watch())
-        responses = ResponseStore(config.response_store, config.response_ttl)
+        responses = ResponseStore(config.response_store, config.response_ttl, RESPONSE_OPTIONS)
         name = config.served_model_name or NAME
         self._service = Service(fleet, builder, name, config.keys, hosts=config.hosts, responses=responses)
 

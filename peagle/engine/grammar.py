@@ -55,7 +55,7 @@ class Grammar:
 
     Make it with one of the class methods. Lark's notation is llguidance's. Regular expressions are those of Rust's
     regex crate: they match in linear time, and look neither ahead nor back. strict: a JSON schema with a keyword that
-    llguidance refuses is refused; else such keywords are left out. left_out: those that were.
+    llguidance refuses is refused; else such keywords are left out. left_out: those that were, with reasons.
     """
 
     kind: GrammarKind
@@ -278,7 +278,7 @@ class CompiledGrammar:
     All its matchers share one automaton, which grows by every state that any of them reaches, drafts included
     (llguidance's `deep_copy` copies the parser, not the lexer). If the automaton reaches its limits, a matcher makes
     its own (`Matcher.renew`). source: in llguidance's notation. compile_s: seconds of compilation.
-    left_out: keywords of its JSON schemas that are not enforced.
+    left_out: keywords of its JSON schemas that are not enforced, with reasons.
     """
 
     grammar: Grammar

@@ -30,7 +30,7 @@ class Handle:
     finished: FinishReason | None = None
     length: int = 0  # prompt and output tokens that the host has read, except the pending one
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
-    added_s: float = field(default_factory=time.perf_counter)
+    added_s: float = field(default_factory=time.perf_counter)  # a server sets when it got the request
     queued_s: float | None = None  # seconds until it had a slot; None: it has none yet, or began in another engine
     num_cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
     drafting: Drafting = Drafting.ALWAYS

@@ -4,10 +4,13 @@ So keywords that constrain nothing are taken out first. The rest is refused by i
 schema is not strict.
 """
 
+import bisect
 import decimal
 import functools
+import json
 import math
 import re
+import urllib.parse
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +34,13 @@ SCHEMAS = (
 )
 ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
 ELSEWHERE = ("$ref", "$defs", "definitions", "oneOf")  # valid or not depending on the rest of the schema
+# keywords by one that they go by: they forbid what is left over by it, so that without it they would forbid too much
+GO_BY = {"properties": "additionalProperties", "patternProperties": "additionalProperties", "prefixItems": "items"}
+LONGEST_KEPT = 1000  # characters of a schema's JSON whose refusal is kept
 UNKNOWN = "Unimplemented keys"  # beginnings of llguidance's messages
+OVERLAP = "oneOf constraints are not supported"
 UNSATISFIABLE = "Unsatisfiable schema: "
+SEVERAL = "several of its branches may hold at once"  # of a oneOf
 # llguidance's message about a regular expression: the expression, a mark below the wrong character, the problem
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+ *\nerror: (.*)")
 _NO_TARGET = re.compile(r"(?:Pointer|Anchor|Resource) '(?:json-schema:///)?(.*?)' (?:does not exist|is not present)")
@@ -44,28 +52,32 @@ class GrammarError(InputError):
 
 def prepare(schema: Any) -> dict[str, Any]:
     """Rewrite a schema for llguidance: without what constrains nothing, without dead ends, with limited white space."""
-    schema = _without_dead_ends(_simplified(schema))
+    schema = _without_dead_ends(_simplified(_with_definitions(schema)))
     fields = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def enforceable(schema: Any, strict: bool) -> tuple[Any, list[str]]:
-    """Return (the schema without keywords that llguidance refuses, these keywords). Slow: call it for refused schemas.
+    """Return (the schema without keywords that llguidance refuses, these with the reasons). Slow: for refused schemas.
 
-    Raises GrammarError for an invalid schema, for one that no text satisfies, and, if strict, for such a keyword.
+    Values that are not valid count as such keywords, too, as clients send "required": null and "type": "any". Raises
+    GrammarError for a schema that no text satisfies, for a reference to nothing, and, if strict, for such a keyword.
     """
-    schema = _simplified(schema)
+    schema = _simplified(_with_definitions(schema))
     if _refusal(schema) is None:
         return schema, []
     faults = [*_faults(schema)]
     if strict and faults:
         raise GrammarError(f"the JSON schema cannot be used: {faults[0]}")
-    schema, overlap = _without_overlaps(_without(schema, {(fault.path, fault.keyword) for fault in faults}))
-    if strict and overlap is not None:
-        raise GrammarError(f"the JSON schema cannot be used: {overlap}")
+    schema, lost = _without(schema, {(fault.path, fault.keyword) for fault in faults}), [fault.lost for fault in faults]
+    if _overlaps(schema):
+        if strict:
+            raise GrammarError(f"the JSON schema cannot be used: {_overlap(schema)}")
+        schema = _without(schema, {*_one_ofs(schema)})
+        lost.append(f"oneOf ({SEVERAL})")
     if (reason := _refusal(schema)) is not None:
         raise GrammarError(f"the JSON schema cannot be used: {_placed(schema, reason)}")
-    return schema, [*dict.fromkeys(fault.keyword for fault in (*faults, *([] if overlap is None else [overlap])))]
+    return schema, [*dict.fromkeys(lost)]
 
 
 def map_schemas(schema: Mapping[str, Any], function: Callable[[Any, str], Any], path: str = "#") -> dict[str, Any]:
@@ -74,8 +86,7 @@ def map_schemas(schema: Mapping[str, Any], function: Callable[[Any, str], Any], 
     for key, value in schema.items():
         where = f"{path}/{key}"
         if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
-            escaped = {name: name.replace("~", "~0").replace("/", "~1") for name in value}
-            mapped[key] = {name: function(inner, f"{where}/{escaped[name]}") for name, inner in value.items()}
+            mapped[key] = {name: function(inner, f"{where}/{_escaped(name)}") for name, inner in value.items()}
         elif key in LISTS_OF_SCHEMAS and isinstance(value, list):
             mapped[key] = [function(inner, f"{where}/{index}") for index, inner in enumerate(value)]
         elif key in SCHEMAS and isinstance(value, dict | bool):
@@ -91,6 +102,46 @@ def _nodes(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]
         map_schemas(schema, lambda *place: inner.append(place), path)
         for value, where in inner:
             yield from _nodes(value, where)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _at(schema: Any, pointer: str) -> Any:
+    """Return what a JSON Pointer in a schema names; None: nothing."""
+    for part in pointer.split("/")[1:]:
+        if isinstance(schema, list):
+            is_place = part.isdecimal() and len(part) <= len(str(len(schema))) and int(part) < len(schema)
+            schema = schema[int(part)] if is_place else None
+        else:
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
+
+
+def _with_definitions(schema: Any) -> Any:
+    """Put what references name at places of no schema, such as #/components/a, into $defs, and refer to it there."""
+    if not isinstance(schema, dict):
+        return schema
+    defs = schema["$defs"] if isinstance(schema.get("$defs"), dict) else {}
+    places, named = {path for path, _ in _nodes(schema)}, list[str]()
+
+    def read(node: Any, _: str = "") -> Any:
+        if not isinstance(node, dict):
+            return node
+        node = map_schemas(node, read)
+        pointer = urllib.parse.unquote(node["$ref"]) if isinstance(node.get("$ref"), str) else ""
+        if pointer in places or pointer[:2] != "#/" or pointer in defs or not isinstance(_at(schema, pointer), dict):
+            return node
+        named.append(pointer)
+        return {**node, "$ref": f"#/$defs/{urllib.parse.quote(_escaped(pointer))}"}
+
+    whole, moved = read(schema), dict[str, Any]()
+    for pointer in named:  # which grows meanwhile
+        if pointer not in moved:
+            moved[pointer] = read(_at(schema, pointer))
+    return {**whole, "$defs": {**(whole["$defs"] if defs else {}), **moved}} if moved else schema
 
 
 # --- what constrains nothing ------------------------------------------------------------------------------------------
@@ -109,7 +160,7 @@ def _simplified(schema: Any) -> Any:
 def _constrains_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     match key:
         case "format" | "$schema":  # unknown ones are only remarks
-            return isinstance(value, str) and _is_unknown(key, value)
+            return isinstance(value, str) and _refusal({key: value}) is not None
         case "not" | "uniqueItems":
             return value is False
         case "unevaluatedItems" | "unevaluatedProperties":
@@ -132,11 +183,6 @@ def _allows_all(schema: Any, *but: str) -> bool:
     return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS | {*but})
 
 
-@functools.lru_cache(256)
-def _is_unknown(key: str, value: str) -> bool:
-    return _refusal({key: value}) is not None
-
-
 # --- what llguidance refuses ------------------------------------------------------------------------------------------
 
 
@@ -153,6 +199,11 @@ class _Fault:
         reason = "" if self.reason.startswith(UNKNOWN) else f" ({self.reason})"
         return f"{self.keyword} at {self.path} is not supported{reason}; {self.remedy}"
 
+    @property
+    def lost(self) -> str:
+        """What a schema loses without it."""
+        return self.keyword if self.reason.startswith(UNKNOWN) else f"{self.keyword} ({self.reason})"
+
 
 def _faults(schema: Any) -> Iterator[_Fault]:
     """Yield the keywords that llguidance refuses by themselves, whatever the rest of the schema is."""
@@ -165,6 +216,8 @@ def _faults(schema: Any) -> Iterator[_Fault]:
             reason = _refusal({**kind, key: value})
             if reason is not None and not reason.startswith(UNSATISFIABLE):
                 yield _Fault(path, key, reason)
+                if GO_BY.get(key) in node:
+                    yield _Fault(path, GO_BY[key], f"it goes by {key}, which is not supported")
 
 
 def _flat(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,17 +237,23 @@ def _without(schema: Any, keywords: Collection[tuple[str, str]], path: str = "#"
     return left
 
 
-def _without_overlaps(schema: Any) -> tuple[Any, _Fault | None]:
-    """Turn each oneOf into an anyOf until llguidance no longer refuses any; return the last one as a fault, too.
+def _overlaps(schema: Any) -> bool:
+    """Whether llguidance refuses a oneOf. It takes one only if it sees that no text satisfies two of the branches."""
+    return (_refusal(schema) or "").startswith(OVERLAP)
 
-    It takes a oneOf only if it sees that no text satisfies two of the branches.
-    """
-    fault = None
-    for path, node in reversed([*_nodes(schema)]):  # inner ones first, since the paths in an outer one change with it
-        if "oneOf" in node and "oneOf" in (_refusal(schema) or ""):
-            schema = _without(schema, {(path, "oneOf")})
-            fault = _Fault(path, "oneOf", "several of its branches may hold at once", "use anyOf")
-    return schema, fault
+
+def _one_ofs(schema: Any) -> list[tuple[str, str]]:
+    """Return (path, "oneOf") of each oneOf. An anyOf says the same as those that llguidance takes."""
+    return [(path, "oneOf") for path, node in _nodes(schema) if "oneOf" in node]
+
+
+def _overlap(schema: Any) -> _Fault:
+    """Find the outermost oneOf that llguidance refuses."""
+    inner_first = _one_ofs(schema)[::-1]
+    number = bisect.bisect_left(
+        range(len(inner_first)), True, key=lambda count: not _overlaps(_without(schema, {*inner_first[: count + 1]}))
+    )
+    return _Fault(inner_first[number][0], "oneOf", SEVERAL, "use anyOf")
 
 
 def _placed(schema: Any, reason: str) -> str:
@@ -214,7 +273,13 @@ def _placed(schema: Any, reason: str) -> str:
 
 def _refusal(schema: Any) -> str | None:
     """Return why llguidance refuses a schema; None if it does not."""
-    matcher = _after("", schema)
+    text = dumps(schema)
+    return (_refusal_of if len(text) <= LONGEST_KEPT else _refusal_of.__wrapped__)(text)
+
+
+@functools.lru_cache(1000)  # parts of a schema are often alike
+def _refusal_of(schema: str) -> str | None:
+    matcher = _after("", json.loads(schema))
     return plain_reason(matcher.get_error()) if matcher.is_error() else None
 
 

@@ -289,7 +289,9 @@ def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
         if isinstance(error, HTTPException):  # of the router: no such path or method
             where = f"{request.method} {request.url.path}"
             meant = _meant(app, request.url.path) if error.status_code == 404 else None
-            hint = f"; expected {meant}: clients add its end to a base URL that ends in /v1, once" if meant else ""
+            hint = f"; expected {meant}" if meant else ""
+            if meant and meant.startswith("/v1/"):
+                hint += ": clients add its end to a base URL that ends in /v1, once"
             error = ApiError(error.status_code, f"{where[:200]}: {error.detail}{hint}")
         error = ApiError.of(error)
         if error.status in LOGGED_REFUSALS:

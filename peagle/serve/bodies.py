@@ -4,7 +4,8 @@ Unknown fields are refused by name, except in past messages (`Past`). Ranges are
 a value checks its range (`peagle.config`, `peagle.engine.request`).
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 import pydantic_core
@@ -63,6 +64,8 @@ HOSTED = (  # types of tools that OpenAI's servers run
     *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
     *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
 )
+# by unsupported field
+TOOL_CURES = {"functions": "send tools", "function_call": "send tool_choice"}
 
 
 def published(**limits: Any) -> Any:
@@ -104,9 +107,14 @@ BY_TYPE, LIST_OR_TEXT, OBJECT_OR_TEXT = map(Discriminator, (type_tag, list_or_te
 
 
 class Body(pydantic.BaseModel):
-    """An object of a body. Tags of unions stand in brackets, to tell them from fields (see `http._refusal`)."""
+    """An object of a body. Tags of unions stand in brackets, to tell them from fields (see `http._refusal`).
+
+    cures: what to send instead of an unsupported field, without which the model would not read what the client means.
+    """
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    cures: ClassVar[Mapping[str, str]] = {}
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -458,6 +466,8 @@ class Sampled(AnswerBody, Structured):
 
 class ChatBody(Sampled):
     """verbosity, prediction: no effect."""
+
+    cures = TOOL_CURES
 
     messages: Annotated[list[ChatMessage], published(minItems=1)]
     max_completion_tokens: TokenLimit = None

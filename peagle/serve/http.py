@@ -11,7 +11,7 @@ import re
 import time
 import urllib.parse
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -49,12 +49,6 @@ EXPECTED = {  # by field, for fields of several types
     "tool_choice": "expected 'none', 'auto', 'required', or a tool by its name",
     "content": "expected a text or a list of parts",  # of any message
     "output": "expected a text or a list of parts",
-}
-CURES = {  # by unsupported field, without which the model would not read what the client means
-    "conversation": "send its items in input, or a previous_response_id",
-    "functions": "send tools",
-    "function_call": "send tool_choice",
-    "prompt": "send its text in instructions or input",
 }
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=Body)
@@ -106,7 +100,7 @@ def parse(kind: type[BodyT], body: bytes, context: int | None = None) -> BodyT:
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, kind.cures) from None
 
 
 def read_json(body: bytes) -> Any:
@@ -127,13 +121,17 @@ def _check_count(fields: dict[str, Any], context: int) -> None:
             if isinstance(prompt, list) and len(prompt) > most:
                 code = None if name == "tools" else "context_length_exceeded"
                 raise ApiError(400, f"{name} has {len(prompt)} items; expected at most {most}", name, code)
-    for name, lists in INNER_LISTS.items():
+    for name in INNER_LISTS:
         items = fields.get(name)
         if not isinstance(items, list):
             continue
-        inner = (item[key] for item in items if isinstance(item, dict) for key in lists if key in item)
-        count = len(items) + sum(len(parts) for parts in inner if isinstance(parts, list))
-        check_messages(count, context, name)
+        check_messages(sum(count_parts(item, name) for item in items if isinstance(item, dict)), context, name)
+
+
+def count_parts(item: Mapping[str, Any], name: str) -> int:
+    """Count an item, its calls and its parts. name: of the field of the body that has the item."""
+    inner = (item.get(key) for key in INNER_LISTS[name])
+    return 1 + sum(len(parts) for parts in inner if isinstance(parts, list))
 
 
 def check_messages(count: int, context: int, name: str) -> None:
@@ -145,8 +143,8 @@ def check_messages(count: int, context: int, name: str) -> None:
         raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
-def _refusal(error: pydantic.ValidationError) -> ApiError:
-    """Make the error of the first wrong field."""
+def _refusal(error: pydantic.ValidationError, cures: Mapping[str, str]) -> ApiError:
+    """Make the error of the first wrong field. cures: see Body."""
     first, *_ = error.errors(include_url=False)
     # pydantic's location also has the branches of unions: "str", and the tags in brackets
     path = [str(part) for part in first["loc"] if isinstance(part, int) or not (part == "str" or "[" in part)]
@@ -158,7 +156,7 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
         message = f"{name}.type is {brief(value['type'])}; expected {' or '.join(tags.rsplit(', ', 1))}"
         return ApiError(400, message, f"{name}.type", "unsupported_parameter")
     if first["type"] == "extra_forbidden":
-        cure = CURES.get(name, "leave it out")
+        cure = cures.get(name, "leave it out")
         return ApiError(
             400, f"{name} is not supported here (it is {brief(value)}); {cure}", name, "unsupported_parameter"
         )

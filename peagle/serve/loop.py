@@ -39,6 +39,7 @@ class _Job:
     hand_off: HandOff | None = None
     handle: Handle | None = None
     aborted: bool = False
+    submitted_s: float = field(default_factory=time.perf_counter)
 
 
 ChunkQueue = asyncio.Queue[tuple[int, TokenChunk | ApiError]]  # (index of the request in its call, chunk)
@@ -268,6 +269,7 @@ class EngineLoop:
                 job = self._new[0]
                 if not job.aborted:
                     job.handle = self.engine.add(job.request, hand_off=job.hand_off)
+                    job.handle.added_s = job.submitted_s  # before its first step, which reads it
                     job.hand_off = None
                     self._running[job.handle] = job
                 self._new.popleft()

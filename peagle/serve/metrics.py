@@ -198,7 +198,7 @@ class AnswerMetrics:
     def add(self, chunk: TokenChunk, piece: Piece) -> None:
         """Count a chunk, of which `Assembler.add` has made this piece."""
         metrics, assembler = self._metrics, self._assembler
-        if self._queued_s is None and (chunk.token_ids or chunk.finish_reason in WHOLE):
+        if self._queued_s is None and (chunk.token_ids or chunk.queued_s is not None):
             self._begin(chunk)
         if piece.token_ids:
             metrics.count(generation_tokens=len(piece.token_ids))
@@ -222,7 +222,7 @@ class AnswerMetrics:
             self._observe(self._assembler.result())
 
     def _begin(self, chunk: TokenChunk) -> None:
-        """Count the prompt. What leaves the queue without a slot was not computed."""
+        """Count the prompt. What had no slot was not computed."""
         self._queued_s, length = chunk.queued_s or 0.0, len(self._assembler.request.prompt_ids)
         self._metrics.count(
             prompt_tokens=length, prefix_cache_queries=length, prefix_cache_hits=chunk.num_cached_tokens

@@ -95,7 +95,7 @@ class RequestBuilder:
         tools, only = template_tools(body.tools, body.tool_choice, supported=True, names=body.names)
         calls = call_grammars(body.tools, body.tool_choice, body.names) if tools else {}
         must = must_call(body.tool_choice)
-        if must and grammar is not None and body.response_format is None:
+        if must and grammar is not None and field not in (body.names.response_format, body.names.schema):
             message = f"tool_choice makes the answer a call, which {field} cannot constrain; leave one of them out"
             raise ApiError(400, message, "tool_choice")
         grammar = None if must else grammar
@@ -332,10 +332,10 @@ class RequestBuilder:
         self.check_ids([token for token, _ in bias], "logit_bias")
         values = {name: getattr(body, name) for name in SAMPLING}
         values["top_k"] = 0 if body.top_k == -1 else body.top_k  # -1 is off in vLLM
-        if body.top_p == 0:  # the likeliest token alone
-            values |= {"top_p": 1.0, "temperature": 0.0}
+        values["top_p"] = body.top_p or 1.0
         values["seed"] = secrets.randbits(31) if body.seed is None else body.seed
-        return SamplingParams(**{**values, "logit_bias": bias})
+        sampling = SamplingParams(**{**values, "logit_bias": bias})
+        return sampling if body.top_p else dataclasses.replace(sampling, temperature=0.0)  # 0: the likeliest token
 
 
 def notes(body: ChatBody) -> list[str]:

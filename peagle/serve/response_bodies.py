@@ -10,6 +10,7 @@ from peagle.serve.bodies import (
     HOSTED,
     LIST_OR_TEXT,
     OBJECT_OR_TEXT,
+    TOOL_CURES,
     AnswerBody,
     Body,
     CalledCustom,
@@ -271,6 +272,11 @@ class ResponsesBody(AnswerBody):
     previous_response_id: of a response that the server keeps; the input follows its input and output. store: keep the
     response.
     """
+
+    cures = TOOL_CURES | {
+        "conversation": "send its items in input, or a previous_response_id",
+        "prompt": "send its text in instructions or input",
+    }
 
     input: Annotated[Text | Annotated[list[InputItem], Tag("[list]")], LIST_OR_TEXT]
     instructions: str | None = None

@@ -29,7 +29,7 @@ from peagle.serve.bodies import (
 )
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import ChannelFormatter, Generation
-from peagle.serve.http import check_messages
+from peagle.serve.http import check_messages, count_parts
 from peagle.serve.names import FieldNames, MessageNames, ResponsesFieldNames
 from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
 from peagle.serve.replies import ResponseEvent, ResponseUsage, Usage
@@ -104,19 +104,24 @@ def _past(service: Service, body: ResponsesBody, owner: str) -> PastItems:
     if body.previous_response_id is not None:
         items = service.responses.response(owner, body.previous_response_id, "previous_response_id").conversation
     given = () if isinstance(body.input, str) else body.input
-    check_messages(len(items) + len(given), service.builder.context, "input")
-    references = {
-        item.id: service.responses.item(owner, item.id, f"{_name(index)}.id")
+    named = {
+        index: service.responses.item(owner, item.id, f"{_name(index)}.id")
         for index, item in enumerate(given)
         if isinstance(item, ItemReference)
     }
-    return PastItems(items, references)
+    new = sum(count_parts(vars(item), "input") for index, item in enumerate(given) if index not in named)
+    past = [*items, *named.values()]  # a reference may come again
+    check_messages(new + sum(item.num_parts for item in past), service.builder.context, "input")
+    if (size := sum(len(item.data) for item in past)) > service.max_body:
+        message = f"the kept items that are named have {size} bytes; expected at most {service.max_body}, as of a body"
+        raise ApiError(400, f"{message}: name fewer, or start over", "input", "context_length_exceeded")
+    return PastItems(items, {item.id: item for item in named.values()})
 
 
 async def _keeper(service: Service, body: ResponsesBody, past: PastItems, owner: str) -> Keep | None:
     """Return what keeps the response; None: it is not to be kept. Raises ApiError if it cannot be."""
     if body.store and not service.responses.keeps and "store" in body.model_fields_set:
-        message = "store is true, but this server keeps no responses; set it to false, or raise --response-store"
+        message = f"store is true, but no responses are kept here; set it to false{service.responses.or_cure}"
         raise ApiError(400, message, "store", "unsupported_parameter")
     if not body.store or not service.responses.keeps:
         return None
@@ -266,9 +271,10 @@ def _messages(body: ResponsesBody, past: PastItems) -> list[_NamedMessage]:
     if body.instructions:
         messages.append((ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")))
     items = [_NamedItem(item.id, ITEM.validate_json(item.data)) for item in past.items]
+    references = {name: ITEM.validate_json(item.data) for name, item in past.references.items()}
     for index, item in enumerate(_given(body)):
         if isinstance(item, ItemReference):
-            item = ITEM.validate_json(past.references[item.id].data)
+            item = references[item.id]
         items.append(_NamedItem("input" if isinstance(body.input, str) else _name(index), item))
     return messages + _item_messages(items)
 

@@ -1,11 +1,13 @@
 """JSON schemas as clients send them: what constrains nothing is taken, the rest is enforced, or named with its path."""
 
+import contextlib
 import pathlib
 from typing import Any
 
 import pydantic
 import pytest
 
+from peagle.engine import json_schema
 from peagle.engine.grammar import Grammar, GrammarError, Vocabulary
 from peagle.engine.json_schema import map_schemas
 
@@ -13,6 +15,8 @@ TEXT: dict[str, Any] = {"type": "string"}
 NEVER: dict[str, Any] = {"not": {}}
 AHEAD = {"type": "string", "pattern": "^(?!a)[ab]$"}
 EITHER = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+AHEAD_NAMES = {"patternProperties": {"^(?!_)": {"type": "number"}}}
+UNIQUE = {"type": "array", "uniqueItems": True}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,17 @@ LACKING: list[tuple[Any, str, str, str]] = [
     ({"oneOf": [EITHER, TEXT]}, "oneOf at #/oneOf/0", "1", "null"),
     ({"oneOf": [{"anyOf": [EITHER]}, {"type": "number"}]}, "oneOf at #", "1", "null"),
     ({"allOf": [{"if": TEXT, "then": {"const": "a"}}], "type": "string"}, "if at #/allOf/0", '"b"', "1"),
+    # a keyword that goes by the one that is left out would forbid what that one allows
+    ({"type": "object", **AHEAD_NAMES, "additionalProperties": False}, "patternProperties at #", '{"a":1}', "1"),
+    ({**an_object(b=TEXT), **AHEAD_NAMES}, "patternProperties at #", '{"a":1}', '{"b":1}'),
+    ({"type": "object", "properties": [], "title": "t", "additionalProperties": False}, "properties at #", "{}", "1"),
+    ({"type": "array", "prefixItems": {}, "items": False}, "prefixItems at #", "[1]", "1"),
+    # parts at places of no schema, to which a reference leads
+    ({"components": {"a/b": UNIQUE}, "items": {"$ref": "#/components/a~1b"}, "type": "array"},
+     "uniqueItems at #/$defs/#~1components~1a~01b", "[[1,1]]", "[1]"),
+    ({"x y": [True, {"items": {"$ref": "#/z"}}], "z": UNIQUE, "items": {"$ref": "#/x%20y/1"}, "type": "array"},
+     "uniqueItems at #/$defs/#~1z", "[[[1,1]]]", "[[1]]"),
+    ({"$defs": 1, "z": UNIQUE, "$ref": "#/z"}, "uniqueItems at #/$defs/#~1z", "[1,1]", "1"),
 ]  # fmt: skip
 
 
@@ -108,7 +123,52 @@ def test_a_keyword_that_cannot_be_enforced_is_named_with_its_path_or_left_out(
     loose = Grammar.json_schema(schema, strict=False)
     assert allows(single_bytes, loose, follows)
     assert not allows(single_bytes, loose, does_not)
-    assert place.partition(" ")[0] in single_bytes.compile(loose).left_out
+    lost = [line.partition(" ")[0] for line in single_bytes.compile(loose).left_out]
+    assert place.partition(" ")[0] in lost
+
+
+@pytest.mark.parametrize(
+    ("schema", "lost"),
+    [
+        ({"required": "a"}, "required (Expected array for 'required', got \"a\")"),
+        ({"minimum": "5"}, "minimum (Expected f64 for 'minimum', got \"5\")"),
+        ({"type": "str"}, "type (Invalid type: str)"),
+        ({"uniqueItems": True}, "uniqueItems"),
+    ],
+)
+def test_what_is_left_out_is_told_with_the_reason(single_bytes: Vocabulary, schema: Any, lost: str) -> None:
+    grammar = Grammar.json_schema({**schema, "title": lost}, strict=False)  # each has a text of its own
+    assert single_bytes.compile(grammar).left_out == (lost,)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_whole_schema_is_tried_few_times_however_many_one_ofs_it_has(
+    monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """Each try takes longer, the larger the schema is."""
+    properties = {f"p{number}": EITHER for number in range(200)}
+    sizes: list[int] = []
+
+    def counting(text: str, schema: Any) -> Any:
+        sizes.append(len(str(schema)))
+        return after(text, schema)
+
+    after = json_schema._after
+    monkeypatch.setattr(json_schema, "_after", counting)
+    with pytest.raises(GrammarError, match="oneOf at #/properties/p0 is not") if strict else contextlib.nullcontext():
+        schema, _ = json_schema.enforceable(an_object(**properties), strict)
+        assert schema["properties"]["p7"] == {"allOf": [{"anyOf": EITHER["oneOf"]}]}
+    assert 2 < sum(size > 5_000 for size in sizes) < 15
+
+
+def test_parts_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    after = json_schema._after
+    monkeypatch.setattr(json_schema, "_after", lambda text, schema: tried.append(schema) or after(text, schema))
+    pattern = {"type": "string", "pattern": "^(?!alike)"}
+    json_schema.enforceable({"anyOf": [pattern] * 200}, strict=False)
+    assert tried.count(pattern) == 1
+    assert len(tried) < 20
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Pat
             replies.append(client.post("/v1/completions", content=b" " * 201))
             replies.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
             replies.append(client.post("/v1/responses", json={"input": "ab", "max_output_tokens": 1}))
+            replies.append(client.post("/v1/responses", json={"input": "ab", "store": True}))
 
     options = ["--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine", "--max-body", "200"]
     options += ["--response-store", "0"]
@@ -113,8 +114,9 @@ def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Pat
         )
         == 0
     )
-    assert [reply.status_code for reply in replies] == [401, 200, 413, 400, 200]
+    assert [reply.status_code for reply in replies] == [401, 200, 413, 400, 200, 400]
     assert replies[4].json()["store"] is False
+    assert "raise --response-store and --response-ttl" in replies[5].json()["error"]["message"]
     assert replies[1].json()["data"][0]["id"] == "mine"
     assert replies[1].json()["data"][0]["max_model_len"] == 128
     assert "at most 3" in replies[3].json()["error"]["message"]

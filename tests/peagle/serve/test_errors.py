@@ -74,6 +74,8 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
     ({"max_completion_tokens": 300, "max_tokens": None}, "expected max_completion_tokens of at most"),
     ({"reasoning_effort": "extreme"}, "reasoning_effort is 'extreme'"),
+    ({"functions": [{}]}, "functions is not supported here (it is [{}]); send tools"),
+    *(({name: "a"}, f"{name} is not supported here (it is 'a'); leave it out") for name in ("prompt", "conversation")),
 ]
 OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"speculative": True}, "speculative is True"),
@@ -93,6 +95,7 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     *(({"n": n}, f"n is {n!r}") for n in (0, -1, 129, "2", 1.5)),
     ({"n": 128}, "128 answers are requested at once; expected at most 66: ask for fewer"),
     *(({"temperature": value}, f"temperature is {value!r}") for value in (-0.1, "hot", True)),
+    ({"temperature": -1, "top_p": 0}, "temperature is -1"),
     *(({"top_p": value}, f"top-p is {value}") for value in (-0.5, 1.5)),
     ({"top_k": -2}, "top-k is -2"),
     ({"min_p": 2}, "min-p is 2"),
@@ -113,6 +116,7 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": list(range(17))}, "stop tokens"),
     ({"suffix": "x"}, "suffix is not supported"),
     ({"best_of": 2}, "best_of is not supported"),
+    ({"functions": [{}]}, "functions is not supported here (it is [{}]); leave it out"),
 ]
 BAD = [
     *((CHAT, *row) for row in OF_CHATS),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.config import SamplingParams
+from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory, Sizing
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
@@ -17,7 +19,7 @@ from peagle.pair import Pair
 from peagle.serve.errors import ApiError
 from peagle.serve.outputs import OutputCollector
 from peagle.serve.service import Service
-from tests.support.running import Gate
+from tests.support.running import Gate, eventually
 from tests.support.servers import CONTEXT, MODEL, SLOTS, K, client_of, service_of, values
 
 TIMES = ("queue", "prefill", "decode", "inference")
@@ -115,6 +117,37 @@ def test_tokens_waits_and_steps_count_as_they_arrive(make: Make, stop: tuple[str
         assert arrivals > 2
 
     asyncio.run(read())
+
+
+def test_the_wait_for_a_slot_begins_when_the_server_gets_the_request(make: Make, monkeypatch: Any) -> None:
+    """Not when the engine's thread, which may be in a step, adds it."""
+    service, handles = make(), list[Handle]()
+    gate, add = Gate(service), service.loop.engine.add
+    monkeypatch.setattr(service.loop.engine, "add", lambda *a, **k: handles.append(add(*a, **k)) or handles[-1])
+
+    async def read(outputs: OutputCollector) -> None:
+        async for _ in outputs.chunks():
+            pass
+
+    async def both() -> float:
+        gate.close()
+        first = outputs_of(service)
+        await asyncio.to_thread(eventually, lambda: handles)  # the thread is at the gate, and adds nothing
+        second, opened_s = outputs_of(service), time.perf_counter()
+        gate.open()
+        await asyncio.gather(read(first), read(second))
+        return opened_s
+
+    opened_s = asyncio.run(both())
+    assert handles[1].added_s < opened_s
+
+
+def test_an_echo_looks_nothing_up(make: Make) -> None:
+    service = make()
+    body = {"prompt": [40, 41, 42], "max_tokens": 0, "echo": True}
+    assert client_of(service).post("/v1/completions", json=body).is_success
+    assert counted(service, "prompt_tokens_total", "prefix_cache_queries_total") == [0, 0]
+    assert counted(service, "request_prompt_tokens_sum") == [3]
 
 
 def test_a_request_that_leaves_the_queue_or_its_midst_has_no_figures_of_a_whole_one(make: Make) -> None:

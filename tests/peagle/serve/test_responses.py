@@ -405,12 +405,8 @@ IMAGE = {"role": "user", "content": [{"type": "input_image"}]}
 LARK = {"type": "grammar", "syntax": "lark"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # fields of the body, the field that is named, a part of the message
-    ({"store": True}, "store", "is true, but this server keeps no responses; set it to false, or raise"),
-    (
-        {"previous_response_id": "resp_1"},
-        "previous_response_id",
-        "keeps none; send the whole conversation in input, or",
-    ),
+    ({"store": True}, "store", "is true, but no responses are kept here; set it to false"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "; send the whole conversation in input"),
     ({"conversation": "c"}, "conversation", "is not supported here (it is 'c'); send its items in input, or a prev"),
     ({"prompt": {"id": "a"}}, "prompt", "send its text in instructions or input"),
     ({"background": True}, "background", "is not supported"),

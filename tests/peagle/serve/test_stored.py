@@ -10,11 +10,14 @@ import openai
 import pytest
 
 from peagle.engine.request import Request
+from peagle.serve import responses
 from peagle.serve.app import ENDPOINTS
+from peagle.serve.http import TOKENS_OF_A_MESSAGE
+from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.service import Service
 from peagle.serve.stored import ResponseStore, StoredItem
 from peagle.text.tokenizer import detokenize
-from tests.support.harmony import USER, called
+from tests.support.harmony import LONG, USER, called
 from tests.support.servers import MODEL, RESPONSES, answer, client_of, error_of, stream
 
 Making = Callable[..., Service]
@@ -109,15 +112,16 @@ def test_a_history_that_is_not_complete_is_refused_by_the_id_of_its_item(saying:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_is_not_kept_is_refused_with_the_cure(saying: Making, keeps: bool) -> None:
     """Never by leaving it out, for then the model would not know the history."""
-    client = client_of(saying(responses=store() if keeps else ResponseStore()))
+    client = client_of(saying(responses=store(cure="raise --most") if keeps else ResponseStore()))
+    cure = ", or raise --most" if keeps else ""
     gone = {**BODY, "previous_response_id": "resp_1"}
     error = error_of(client.post(RESPONSES, json=gone))
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
-    assert "send the whole conversation in input, or raise --response-store and --response-ttl" in error["message"]
+    assert error["message"].endswith(f"; send the whole conversation in input{cure}")
     error = error_of(client.post(RESPONSES, json={"input": [GO_ON, {"type": "item_reference", "id": "msg_1"}]}), 404)
     assert error["param"] == "input.1.id"
     assert "is 'msg_1', an item that is " in error["message"]
-    assert "send the item itself, as the response had it, or raise --response-store" in error["message"]
+    assert error["message"].endswith(f"; send the item itself, as the response had it{cure}")
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
         error = error_of(client.request(method, f"{RESPONSES}/resp_1{path}"), 404)
         assert error["message"].startswith("the response 'resp_1' is not kept")
@@ -166,7 +170,11 @@ def test_the_openai_client_gets_lists_and_deletes_what_it_made(saying: Making) -
 
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=a", "after")],
+    [
+        *((f"limit={limit}", "limit") for limit in ("0", "101", "x", "-1", "9" * 5000)),
+        ("order=up", "order"),
+        ("after=a", "after"),
+    ],
 )
 def test_a_bad_page_is_refused(saying: Making, query: str, param: str) -> None:
     client = client_of(saying(responses=store()))
@@ -174,6 +182,23 @@ def test_a_bad_page_is_refused(saying: Making, query: str, param: str) -> None:
     path = f"{RESPONSES}/{kept['id']}"
     assert error_of(client.get(f"{path}/input_items?{query}"))["param"] == param
     assert error_of(client.get(f"{path}?stream=true"))["param"] == "stream"
+
+
+def test_pages_of_a_response_whose_items_come_again_end_and_have_all_of_them(saying: Making) -> None:
+    client = client_of(saying((BODY, SAYS), responses=store()))
+    again = [reference(item) for item in answer(client, RESPONSES, BODY)["output"]]
+    path = f"{RESPONSES}/{answer(client, RESPONSES, {**BODY, 'input': [*again, GO_ON, *again]})['id']}/input_items"
+    whole = client.get(path).json()["data"]
+    pages: list[list[dict[str, Any]]] = []
+    query = "limit=1"
+    while len(pages) < 10:
+        page = client.get(f"{path}?{query}").json()
+        pages.append(page["data"])
+        query = f"limit=1&after={page['last_id']}"
+        if not page["has_more"]:
+            break
+    assert [item["id"] for page in pages for item in page] == [item["id"] for item in whole]
+    assert [len(page) for page in pages] == [4, 1]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -186,7 +211,7 @@ def test_what_is_kept_is_what_was_sent(saying: Making, streamed: bool) -> None:
     assert client.get(f"{RESPONSES}/{sent['id']}").json() == sent
 
 
-def test_a_stream_that_its_client_leaves_is_kept_as_far_as_it_was_sent(saying: Making) -> None:
+def test_a_stream_that_its_client_leaves_is_kept_as_far_as_it_was_computed(saying: Making) -> None:
     """Clients refer to the items that they have read, also after a stop by their user."""
     service = saying((BODY, SAYS), responses=store())
     first: list[str] = []
@@ -222,6 +247,64 @@ def test_a_response_that_fails_is_kept(saying: Making) -> None:
     client = client_of(service)
     *_, last = stream(client, RESPONSES, BODY)
     assert client.get(f"{RESPONSES}/{last['response']['id']}").json() == last["response"]
+
+
+# --- how much a body may name -----------------------------------------------------------------------------------------
+
+
+def refused_as_too_much(service: Service, **fields: Any) -> str:
+    error = error_of(client_of(service).post(RESPONSES, json={**BODY, **fields}))
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    return error["message"]
+
+
+def thinking(name: str, size: int) -> dict[str, Any]:
+    """Make an item that takes no place in the prompt."""
+    return {"type": "reasoning", "id": name, "content": [{"type": "reasoning_text", "text": "x" * size}]}
+
+
+def test_kept_items_have_no_more_bytes_than_a_body_each_time_they_are_named(saying: Making) -> None:
+    service = saying(responses=store(), max_body=10_000)
+    first = answer(client_of(service), RESPONSES, {"input": [*USER, thinking("rs_1", 4000)]})
+    once, twice = [reference({"id": "rs_1"})], [reference({"id": "rs_1"})] * 2
+    answer(client_of(service), RESPONSES, {"input": [*USER, *twice]})
+    told = refused_as_too_much(service, input=[*USER, *once, *twice])
+    assert "; expected at most 10000, as of a body: name fewer" in told
+    answer(client_of(service), RESPONSES, {"input": once, "previous_response_id": first["id"]})
+    refused_as_too_much(service, input=twice, previous_response_id=first["id"])
+
+
+def test_a_reference_that_comes_again_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+
+    class Counting:
+        def validate_json(self, data: bytes) -> Any:
+            read.append(data)
+            return item_type.validate_json(data)
+
+    item_type = responses.ITEM
+    monkeypatch.setattr(responses, "ITEM", Counting())
+    item = StoredItem.of({"type": "message", "role": "user", "id": "msg_1", "content": "hello"})
+    body = ResponsesBody.model_validate({"input": [reference({"id": "msg_1"})] * 5})
+    chat = responses.as_chat(body, responses.PastItems(references={"msg_1": item}))
+    assert [message.content for message in chat.body.messages] == ["hello"] * 5
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize("kind", ["previous", "reference"])
+def test_parts_of_kept_items_count_as_those_of_a_body(saying: Making, kind: str) -> None:
+    service = saying(responses=store())
+    most = LONG // TOKENS_OF_A_MESSAGE  # items and parts
+
+    def message(num_parts: int) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "input_text", "text": ""}] * num_parts}
+
+    first = answer(client_of(service), RESPONSES, {**BODY, "input": [{**message(most - 10), "id": "msg_1"}]})
+    before = {"previous_response_id": first["id"]} if kind == "previous" else {}
+    named = [] if kind == "previous" else [reference({"id": "msg_1"})]
+    answer(client_of(service), RESPONSES, {**BODY, **before, "input": [*named, message(5)]})
+    told = refused_as_too_much(service, **before, input=[*named, message(9)])
+    assert told.startswith(f"{most + 1} items and parts are given; expected at most {most}")
 
 
 # --- how many are kept ------------------------------------------------------------------------------------------------
@@ -276,13 +359,28 @@ def test_an_item_counts_once_in_however_many_responses() -> None:
     assert len(items) == 100
 
 
-def test_it_takes_no_more_memory_than_it_counts() -> None:
+def test_an_item_is_found_as_long_as_a_response_has_it_whatever_others_have_its_id() -> None:
+    """Clients send items back with their ids; a later one with an id is found first."""
+    responses = store()
+    responses.keep("", [], {"id": "a", "output": [item("x")]})
+    (original,) = responses.response("", "a").output
+    edited = StoredItem.of(item("x", 7))
+    responses.keep("", [edited], {"id": "b", "output": []})
+    assert responses.item("", "x", "input") is edited
+    responses.remove("", "b")
+    assert responses.item("", "x", "input") is original
+    responses.remove("", "a")
+    assert (responses.size, responses._items) == (0, {})
+
+
+@pytest.mark.parametrize("name", ["{}", "{}" + "東" * 500])
+def test_it_takes_no_more_memory_than_it_counts(name: str) -> None:
     responses = store(3_000_000)
     tracemalloc.start()
     try:
         for number in range(600):
-            items = [StoredItem.of(item(f"in {number} {place}", 50)) for place in range(10)]
-            responses.keep("", items, {"id": f"{number}", "output": [item(f"out {number}", 50)]})
+            items = [StoredItem.of(item(name.format(f"in {number} {place}"), 50)) for place in range(10)]
+            responses.keep("", items, {"id": f"{number}", "output": [item(name.format(f"out {number}"), 50)]})
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

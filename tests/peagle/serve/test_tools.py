@@ -459,7 +459,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "names 'g', which is not among"),
     ({"tool_choice": {"type": "function", "function": {"name": "patch"}}}, "tool_choice", "names 'patch', which is"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "is given without tools"),
-    ({**REQUIRED, "guided_regex": "a"}, "tool_choice", "makes the answer a call, which guided_regex cannot constrain"),
+    *(
+        ({**REQUIRED, "guided_regex": "a", **more}, "tool_choice", "a call, which guided_regex cannot constrain")
+        for more in ({}, {"response_format": {"type": "text"}})
+    ),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "is 'web_search'; expected 'function'"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "is 'a b'"),
     ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name", "is 'clock', but an earlier tool"),

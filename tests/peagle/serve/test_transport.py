@@ -275,8 +275,9 @@ MEANT = {
 
 def test_a_path_with_another_start_is_refused_with_the_one_that_was_meant(client: TestClient) -> None:
     for path, meant in MEANT.items():
+        cause = ": clients add its end to a base URL that ends in /v1, once" if meant.startswith("/v1") else ""
         assert error_of(client.post(path, json=BODY), 404)["message"] == (
-            f"POST {path}: Not Found; expected {meant}: clients add its end to a base URL that ends in /v1, once"
+            f"POST {path}: Not Found; expected {meant}{cause}"
         )
 
 
