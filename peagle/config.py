@@ -42,8 +42,8 @@ MAX_NUM_DRAFTS = 128  # no acceptance length pays for a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # characters
 KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
-    "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more "
-    "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
+    "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: extra memory for "
+    "them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it."
 )
 AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to pay (peagle.engine.widths)
 NumDrafts = int | str | None  # K as users say it (`Drafts.parse`)
@@ -81,7 +81,7 @@ class Drafts:
             message = f"K is {k!r}; expected a number of drafted tokens, auto, or auto:N for at most N of them"
             raise InputError(message, "num_speculative_tokens")
         if colon and not 1 <= int(most) <= MAX_NUM_DRAFTS:
-            message = f"K is {k!r}; expected auto:1 to auto:{MAX_NUM_DRAFTS}, the most drafted tokens of a step"
+            message = f"K is {k!r}; expected auto:N, N from 1 to {MAX_NUM_DRAFTS}: the most drafted tokens of a step"
             raise InputError(message, "num_speculative_tokens")
         return cls(int(most) if colon else default, adaptive=True)
 
@@ -160,8 +160,8 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int) -> None:
         return
     if any(not 0 <= after <= before for before, after in itertools.pairwise((1.0, *rates))):
         raise InputError(
-            f"synthetic acceptance is {list(rates)}; expected rates between 0 and 1 that never rise: each is a share "
-            "of all steps, not of those that accepted the draft before",
+            f"synthetic acceptance is {list(rates)}; expected rates from 0 to 1, none larger than the one before: each "
+            "is a share of all steps",
             "synthetic_acceptance",
         )
     if len(rates) < num_drafts:
@@ -350,8 +350,8 @@ class LoadConfig:
     """Sliding window of the drafter's attention, in positions: keeps acceptance up after long prompts. auto: from its
     speculation.json or config.json."""
     retain_full_kv: Annotated[bool, Flag(ENGINE)] = False
-    """Keep all positions in sliding-window layers: more memory, but a prompt reuses any cached prefix, not only one up
-    to the end of a chunk, prompt or turn."""
+    """Keep all positions in sliding-window layers. It takes more memory, but a prompt can reuse any part of a cached
+    prefix."""
     dtype: Annotated[DtypeName | None, Flag(MACHINE, "DTYPE")] = None
     """Compute in float32 or bfloat16. Default: float32 on CPU, bfloat16 elsewhere."""
     experts: Annotated[ExpertsChoice, Flag(MACHINE, "LAYOUT")] = "auto"
@@ -359,8 +359,8 @@ class LoadConfig:
     kernels: Annotated[KernelsChoice, Flag(MACHINE, "KIND")] = "auto"
     """native: the compiled kernels, or an error; xla: XLA's own code; auto: native if they run here."""
     mesh: Annotated[str | None, Flag(MACHINE, "tp=N,ep=N,dp=N")] = None
-    """Shard the target over tp x ep devices: heads, caches and vocabulary over all, each expert over tp, the set of
-    experts over ep. dp: that many replicas, each on its own devices, share the slots. Default: one device."""
+    """Split the target over tp x ep devices. tp splits each expert, ep distributes the experts, all devices share
+    heads, caches and vocabulary. dp: that many replicas, each on its own devices, share the slots. Default: one."""
     reduce: Annotated[Reduction, Flag(MACHINE, "HOW")] = "ordered"
     """How devices sum. ordered: in rank order, so that verifying equals decoding bit for bit; psum: all-reduce."""
     coordinator: Annotated[str | None, Flag(MACHINE, "HOST:PORT")] = None
@@ -385,9 +385,8 @@ class EngineConfig:
     num_speculative_tokens: Annotated[
         NumDrafts, Flag(SPECULATION, "K|auto|auto:N", ("-k", "--num-speculative-tokens"), read_num_drafts)
     ] = None
-    """Tokens drafted per step (K). auto: verify as many as the drafter is sure of and the machine has time for, also of
-    drafts looked up in the text so far; at most as many as its speculation.json says. auto:N: at most N instead.
-    Default: auto."""
+    """Tokens drafted per step (K). auto: verify only the drafts that are likely to save time, also of drafts looked up
+    in the text so far; at most as many as the drafter's speculation.json says. auto:N: at most N. Default: auto."""
     slots: Annotated[int, Flag(ENGINE, "N")] = 1
     """Requests decoded at once (continuous batching)."""
     context: Annotated[int | None, Flag(ENGINE, "N")] = None
@@ -406,17 +405,17 @@ class EngineConfig:
     """With --prefill blocked: split the expert layers into M blocks of rows; more blocks take less memory and read each
     expert more often. Default: blocks of at most 2048 rows."""
     kv_memory: Annotated[int | None, Flag(ENGINE, "SIZE|auto", read=read_kv_memory, default="auto")] = None
-    """Memory for the keys and values of all requests together, such as 4GB; requests that need more wait. auto: the
-    context of every slot, of which 8192 positions count at most."""
+    """Memory for the keys and values of all requests together, such as 4GB; requests that need more wait. auto: room
+    for the context of every slot, at most 8192 positions per slot."""
     prefix_cache: Annotated[
         PrefixCacheSize | None, Flag(ENGINE, "on|off|SIZE", read=read_prefix_cache, default="auto")
     ] = None
-    """Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more
-    memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it.
+    """Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: extra memory for
+    them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it.
     auto: on, off for a single request."""
     synthetic_acceptance: Annotated[tuple[float, ...] | None, Flag(SPECULATION, "P|P,P", read=read_rates)] = None
-    """To time random weights: accept draft i in this share of the steps (one P: P to the power of i), whatever the
-    target's logits. The generated text is meaningless."""
+    """For timing random weights: accept draft i in share P_i of the steps, whatever the target's logits. A single P
+    means P, P^2, P^3, ... The generated text is meaningless."""
 
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # a class has a hash

@@ -78,7 +78,7 @@ def cached(name: str, needed: Callable[[Path], Iterable[str]]) -> Path:
         return Path(_snapshot(name, [CONFIG, *needed(snapshot)], local_files_only=True))
     except LocalEntryNotFoundError:
         raise InputError(
-            f"{name} is neither a directory nor, as a whole, in the local Hugging Face cache; expected a checkpoint: "
+            f"{name} is no directory, and the local Hugging Face cache has no complete copy; expected a checkpoint: "
             f"peagle info --download {name} fetches it"
         ) from None
 

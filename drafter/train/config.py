@@ -55,7 +55,8 @@ class DrafterShape:
     """Sliding window of the drafter's attention, in positions, in training and after. auto: that of --init, else
     off."""
     mask_token: Annotated[int | None, Flag(DRAFTER, "ID")] = None
-    """Token id of the mask slots. Default: the highest id not in the data."""
+    """Id of the placeholder token that the drafter reads where the token is unknown. Default: the highest id not in the
+    data."""
     mask_hiddens: Annotated[int, Flag(DRAFTER, "N")] = 1
     """Learned mask_hidden vectors, up to --depth - 1; 1: all mask slots share one."""
     draft_vocab: Annotated[str | None, Flag(DRAFTER, "N|FILE")] = None
@@ -80,7 +81,7 @@ class Cod:
     depth: Annotated[int, Flag(LEARNING, "N")] = 8
     """K_train: draft positions that are trained. A DFlash drafter's block has one row more."""
     ratio: Annotated[float, Flag(LEARNING, "P")] = 0.8
-    """Fraction of chains kept from one depth to the next (COD)."""
+    """Of the positions trained for one draft, the fraction that is trained for the next one (COD, P-EAGLE's paper)."""
     min_ratio: Annotated[float, Flag(LEARNING, "P")] = 0.2
     """Least fraction of chains kept at any depth (COD)."""
 
@@ -123,7 +124,7 @@ class TrainConfig:
     """adamw; or muon for the layers' matrices, with Adam for the rest. Default: muon below 3,000 steps; adamw from
     there on and with --init. Rates and schedule follow it."""
     learning_rate: Annotated[float | None, Flag(LEARNING, "X")] = None
-    """Peak learning rate; given alone, of adamw. Default: by the optimizer."""
+    """Peak learning rate. Without --optimizer it selects adamw. Default: the optimizer's own."""
     other_rate: Annotated[float | None, Flag(LEARNING, "X")] = None
     """With muon: peak learning rate of embedding, head, norms and mask_hidden. Default: --learning-rate."""
     weight_decay: Annotated[float, Flag(LEARNING, "X")] = 0.0

@@ -54,7 +54,7 @@ class Data:
     shard_prompts: Annotated[int, Flag(OUTPUT, "N")] = 512
     """Prompts per shard."""
     hidden: Annotated[bool, Flag(OUTPUT)] = False
-    """Also store the aux_hidden of every token (large)."""
+    """Also store the target's hidden states that the drafter reads (aux_hidden), for every token: large files."""
     top: Annotated[int, Flag(OUTPUT, "N")] = 0
     """Also store the target's N largest logits after every token."""
     keep_prompt: Annotated[int | None, Flag(OUTPUT, "N")] = None

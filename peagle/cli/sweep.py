@@ -73,8 +73,8 @@ class Sweep:
     repeats: Annotated[int, Flag(RUNNING, "R")] = 3
     """Repeats of every request, 1 or more."""
     in_a_row: Annotated[int, Flag(RUNNING, "N")] = 1
-    """Requests, 1 or more, that a variant (K, drafter, ...) decodes before the next variant's turn. The first request
-    after a switch is slower: for responses of milliseconds, 1 measures single requests, and 12 a stream of them."""
+    """Requests that a variant (K, drafter, ...) decodes before the next variant's turn. The first request after a
+    switch is slower; a larger N hides this."""
     concurrency: Annotated[str | None, Flag(RUNNING, "N,N")] = None
     """Also decode all requests N at a time, plainly and with each K, and report the total throughput."""
     max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 256
@@ -86,8 +86,8 @@ class Sweep:
     continue_on_error: Annotated[bool, Flag(RUNNING)] = False
     """Skip a K or drafter that fails; run the others."""
     write_widths: Annotated[Path | None, Flag(OUTPUT, "DIR|FILE")] = None
-    """Write the acceptance by confidence with which -k auto begins: into a drafter's directory, as speculation.json, or
-    to a file. Needs auto in -k; the largest K becomes the most drafts of a step."""
+    """Write how often drafts were accepted, by the drafter's confidence: to a file, or into a drafter's directory as
+    speculation.json. -k auto starts from it. Needs auto in -k; the largest K becomes the most drafts of a step."""
     quiet: Annotated[bool, QUIET] = False
     """Hide progress and table; the results are in --out. Warnings and errors are still printed."""
 

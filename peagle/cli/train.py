@@ -44,7 +44,7 @@ class Train:
     """
 
     data: Annotated[tuple[str, ...], Flag(DATA, "DIR[:SHARE]")] = ()
-    """Output of peagle data; repeatable. SHARE: its weight among the rows of a step."""
+    """Output of peagle data; repeatable. SHARE: its share of the training rows, relative to the other --data."""
     mix: Annotated[str | None, Flag(DATA, "LEN:SHARE,...")] = None
     """Weights among the rows of a step by length of the document: up to LEN tokens, such as 512:5,2048:2,4096:1."""
     out: Annotated[str, Flag(OUTPUT, "DIR")]

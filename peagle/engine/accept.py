@@ -1,8 +1,9 @@
 """Accept drafts and choose the token after them. Pure functions that take random numbers as arguments.
 
 Why this is lossless. Plain decoding draws token i from p_i, its distribution after the tokens before it (greedy: a
-point mass on the argmax): x_i = choose(logits_i, key_i), where the key depends on the seed and the token's index alone.
-Acceptance draws the same x_i. Draft i is accepted iff it equals x_i. The first x_i that differs is the recovered token;
+point mass on the argmax): x_i = choose(logits_i, key_i). The key depends on the seed, the request's index and the
+token's index alone. Acceptance draws the same x_i. Draft i is accepted iff it equals x_i. The first x_i that differs is
+the recovered token;
 if all drafts are accepted, x_K is the bonus token. Position i + 1 counts only if draft i was accepted, so its logits
 follow exactly the emitted tokens. So with the same seed the emitted tokens equal plain decoding's, whatever drafts
 them, however many are drafted, and by whatever rule widths are chosen.

@@ -1,13 +1,16 @@
 """The specification: speculative decoding of one request on the host, one step after the other. Read it first.
 
-    tokens     t0 .. t(length - 1) | t(length)    the target's cache holds `length` tokens; the last token is pending
-    propose    d0 .. d(K - 1)                     the drafter reads the tokens committed last and drafts the next ones
-    verify     t(length) d0 .. d(K - 1)           one pass of the target; row i decides the token after its own
+    tokens     t0 .. t(length - 1) | t(length)    the target's cache holds `length` tokens. t(length) is pending: it
+                                                  is part of the output, but the target has not read it
+    propose    d0 .. d(K - 1)                     the drafter reads the last step's tokens, each with the target's
+                                                  hidden states before it (aux_hidden), and drafts the next K
+    verify     t(length) d0 .. d(K - 1)           one pass of the target; its output at a token chooses the next one
     accept     the drafts that equal the target's choices, up to the first that differs; then one token of its own
-    commit     `length` moves. Rows of rejected drafts lie past it: no row sees them, and the next pass overwrites them
+    commit     `length` grows by accepted + 1. Cache rows of rejected drafts lie beyond it: nothing reads them, and the
+               next pass overwrites them
 
 The engine does the same on the device, for many requests at once, with shared pages and steps in flight
-(peagle.engine.step). tests/peagle/engine/test_naive.py compares the two.
+(peagle.engine.step). tests/peagle/engine/test_naive.py compares the two. peagle/protocols.py has a worked example.
 """
 
 import dataclasses
@@ -30,19 +33,21 @@ Extended: TypeAlias = tuple[jax.Array, jax.Array, PagedCache]
 def speculate(target: Target, drafter: Drafter, request: Request, num_drafts: int) -> tuple[list[int], list[int]]:
     """Decode one request; return (its new tokens, the number of accepted drafts of each step).
 
-    Reads its prompt, its budget, and how it is sampled: temperature, seed, top-k, top-p and min-p. Stop tokens,
-    penalties and biases are the engine's. drafter: one with caches. num_drafts: K.
+    Of the request it reads the prompt, the budget, temperature, seed, top-k, top-p and min-p. It ignores stop tokens,
+    penalties and biases; the engine handles them. drafter: one with caches. num_drafts: K.
     """
     prompt, capacity = list(request.prompt_ids), len(request.prompt_ids) + request.max_new_tokens
     sampling = jax.tree.map(jnp.asarray, SlotParams.of(request, (), target.vocab_size).sampling)
     zero = jnp.zeros((1,), jnp.float32)
-    uncut = dataclasses.replace(sampling, top_k=zero.astype(jnp.int32), top_p=zero + 1, min_p=zero)  # for drafts
+    uncut = dataclasses.replace(
+        sampling, top_k=zero.astype(jnp.int32), top_p=zero + 1, min_p=zero
+    )  # drafts gain nothing from cuts
     target_cache = target.init_cache(1, capacity, num_drafts + 1)
-    drafter_state = drafter.init_state(1, capacity, 2 * num_drafts)
+    drafter_state = drafter.init_state(1, capacity, 2 * num_drafts)  # a pass: up to K + 1 new tokens, K - 1 mask slots
     widths = jnp.asarray([num_drafts], jnp.int32)
 
     def keys(logits: jax.Array, first: jax.Array | int) -> jax.Array:
-        """Make the keys of tokens first, first + 1, ...: of seed, request and index alone, for target and drafter."""
+        """Make a random key for tokens first, first + 1, ...: it depends on seed, request and token index alone."""
         return draw_keys(sampling, first + _positions(0, logits.shape[1]))
 
     @jax.jit
@@ -61,7 +66,7 @@ def speculate(target: Target, drafter: Drafter, request: Request, num_drafts: in
 
     decided, aux_hidden, target_cache = extend(_row(prompt), _positions(0, len(prompt)), target_cache)
     length, tokens = len(prompt), [*prompt, int(decided[0, -1])]
-    # the drafter's row p is (token p + 1, aux_hidden of position p)
+    # row p of the drafter pairs token p + 1 with the target's hidden states at position p
     if length > 1:
         drafter_state = drafter.absorb(drafter_state, _row(prompt[1:]), aux_hidden[:, :-1], _positions(0, length - 1))
     committed, aux_hidden = tokens[length:], aux_hidden[:, -1:]

@@ -38,7 +38,7 @@ class Rendering:
     date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE
     """Current date for chat templates that show it; fixed, so that results are reproducible."""
     special_tokens: Annotated[bool, Flag(PROMPT)] = False
-    """In a raw prompt, encode the spelling of a special token as that token."""
+    """With --raw-prompt: read text such as <|end|> as the special token."""
 
     def __post_init__(self) -> None:
         parse_date(self.date)

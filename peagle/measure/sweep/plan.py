@@ -199,7 +199,7 @@ def parse_ks(text: str) -> tuple[K, ...]:
         elif low.isdecimal() and (high.isdecimal() or not dash):
             values = range(int(low), int(high or low) + 1)
             if not values:
-                raise InputError(f"-k is {text!r}: {part.strip()} is no range; expected the smaller number first")
+                raise InputError(f"-k is {text!r}; expected a range with the smaller number first, as 1-5")
             ks += values
         else:
             expected = "expected numbers, ranges, auto or auto:N, separated by commas, as 1-3,5,auto"
