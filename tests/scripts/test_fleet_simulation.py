@@ -166,7 +166,7 @@ def test_costs_are_read_as_they_are_written(tmp_path: Path) -> None:
         ({"prompt_s": [[2, -1]]}, "prompt_s.0.1 is -1: Input should be greater than or equal to 0"),
         ({"step_s": {"x": [[1, 1]]}}, "step_s.x"),
         ({"step_s": {"1": [[1, 1]]}}, "0 rates for K = 1"),
-        ({"acceptance": {"2": [0.4, 0.7]}}, "never rise"),
+        ({"acceptance": {"2": [0.4, 0.7]}}, "none larger than the one before"),
         ({"network_bytes_per_s": 0.0}, "network_bytes_per_s is 0"),
         ({"network_s": -1.0}, "network_s is -1"),
         ({"chunk": 0}, "chunk is 0"),

@@ -179,7 +179,7 @@ def test_behind_synthetic_acceptance_stands_a_draw_of_a_row_that_is_sampled() ->
 
 @pytest.mark.parametrize("rates", [(0.5, 0.6), (1.2,), (-0.1,)])
 def test_synthetic_rates_never_rise(rates: tuple[float, ...]) -> None:
-    with pytest.raises(InputError, match="never rise"):
+    with pytest.raises(InputError, match="none larger than the one before"):
         ResolvedConfig(synthetic_acceptance=rates)
     with pytest.raises(InputError, match="one for each draft"):
         ResolvedConfig(3, synthetic_acceptance=(0.5, 0.4))

@@ -404,7 +404,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(lab: Lab)
 REFUSED = [
     ("-k x", "-k is 'x'; expected numbers, ranges, auto or auto:N"),
     ("-k 3-", "expected numbers, ranges, auto or auto:N"),
-    ("-k 1,auto:0", "-k is 'auto:0'; expected auto:1 to auto:128"),
+    ("-k 1,auto:0", "-k is 'auto:0'; expected auto:N, N from 1 to 128"),
     ("-k 0", "at least one K of 1 to 128"),
     ("-k 1,100000 --dry-run", "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
     ("--temperature hot", "--temperature is 'hot'; expected numbers separated by commas"),
