@@ -29,7 +29,7 @@ from peagle.engine.remote import Lead
 from peagle.engine.request import Request
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.engine.speculation import Speculation
-from peagle.grammars import Grammars
+from peagle.grammar_compiler import Grammars
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter, Target
 from peagle.result import Result, refuse_stop_strings_without

@@ -128,7 +128,7 @@ COMPILING = (
     "peagle/serve/test_parameters.py",
     "peagle/test_pair.py",
     "peagle/test_demo.py",
-    "peagle/test_grammars.py",
+    "peagle/test_grammar_compiler.py",
     "peagle/test_parallel.py",
     "peagle/test_processes.py",
     "peagle/test_result.py",

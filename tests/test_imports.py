@@ -18,7 +18,7 @@ OURS = (*PACKAGES, "scripts", "tests", "results")
 ROOTS = ("peagle.cli", "peagle.__main__")  # where everything is put together
 _BENEATH = ("peagle.ops", "peagle.protocols")
 _ANSWERS = (*_BENEATH, "peagle.config", "peagle.engine", "peagle.text", "peagle.result")
-_PAIR = (*_ANSWERS, "peagle.drafters", "peagle.stream", "peagle.grammars", "peagle.pair")
+_PAIR = (*_ANSWERS, "peagle.drafters", "peagle.stream", "peagle.grammar_compiler", "peagle.pair")
 _MODELS = ("target", "drafter")
 _LOADING = (*_PAIR, "peagle.checkpoints", "peagle.fit", "peagle.loading")
 # what each room may import of ours beside itself; training is for workflows and commands alone
@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.text": _BENEATH,
     "peagle.result": (*_BENEATH, "peagle.engine", "peagle.text"),
     "peagle.stream": _ANSWERS,
-    "peagle.grammars": _ANSWERS,
+    "peagle.grammar_compiler": _ANSWERS,
     "peagle.pair": _PAIR,
     "peagle.parallel": _BENEATH,
     "peagle.processes": _BENEATH,

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Tag
 
 from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
 from peagle.ops.strict_json import dumps
-from peagle.serve.names import CHAT_FIELDS, FieldNames
+from peagle.serve.field_names import CHAT_FIELDS, FieldNames
 
 MOST_CHOICES = 128  # of one prompt; the limit of OpenAI's API
 MOST_PROMPTS = 64  # of one body

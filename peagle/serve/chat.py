@@ -9,7 +9,7 @@ from peagle.ops.strict_json import Written
 from peagle.result import Result
 from peagle.serve.bodies import ChatBody, StreamOptions
 from peagle.serve.formatter import ChannelFormatter, ChoicesFormatter, Generation
-from peagle.serve.outputs import OutputChunk, OutputCollector, TokenTexts
+from peagle.serve.open_answers import AnswerChunk, OpenAnswers, TokenTexts
 from peagle.serve.replies import CallDelta, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, Message
 from peagle.serve.requests import notes
 from peagle.serve.service import Service
@@ -35,7 +35,7 @@ async def start(service: Service, body: ChatBody, _owner: str = "") -> Generatio
     )
     service.log_once(*notes(body))
     constraint = constraint_field(body)
-    outputs = OutputCollector(
+    outputs = OpenAnswers(
         service.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=service.metrics
     )
     return Generation(body.stream, formatter, outputs)
@@ -58,7 +58,7 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
     def _first_choices(self, index: int) -> list[ChatChunkChoice]:
         return [_choice(index, {"role": "assistant", "content": ""})]
 
-    def _chunk_choices(self, chunk: OutputChunk) -> list[ChatChunkChoice]:
+    def _chunk_choices(self, chunk: AnswerChunk) -> list[ChatChunkChoice]:
         assert self.tokenizer is not None
         deltas, custom = self._deltas(chunk), self._custom_calls(chunk.index)
         if chunk.cut:

@@ -11,7 +11,7 @@ from peagle.ops.strict_json import Written, number
 from peagle.result import Result
 from peagle.serve.bodies import CompletionBody, StreamOptions
 from peagle.serve.formatter import ChoicesFormatter, Generation
-from peagle.serve.outputs import OutputChunk, OutputCollector
+from peagle.serve.open_answers import AnswerChunk, OpenAnswers
 from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs
 from peagle.serve.service import Service
 from peagle.serve.structured import constraint_field
@@ -36,7 +36,7 @@ async def start(service: Service, body: CompletionBody, _owner: str = "") -> Gen
     if body.echo and body.logprobs is not None:
         formatter.prompts = [request.prompt_ids for request in requests]
         formatter.prompt_logprobs = await service.prompt_logprobs(requests)
-    outputs = OutputCollector(
+    outputs = OpenAnswers(
         service.loop,
         requests,
         tokenizer,
@@ -69,10 +69,10 @@ class CompletionFormatter(ChoicesFormatter):
             choice["logprobs"] = _columns(rows)
         return [choice]
 
-    def _chunk_choices(self, chunk: OutputChunk) -> list[CompletionChunkChoice]:
+    def _chunk_choices(self, chunk: AnswerChunk) -> list[CompletionChunkChoice]:
         return [self._piece(chunk, delta) for delta in chunk.deltas]
 
-    def _piece(self, chunk: OutputChunk, delta: Delta) -> CompletionChunkChoice:
+    def _piece(self, chunk: AnswerChunk, delta: Delta) -> CompletionChunkChoice:
         choice = _choice(chunk.index, delta.text, None)
         start = len(self.echoed[chunk.index]) if self.echoed else 0
         if rows := [self._row(logprobs, start + token.offset) for token, logprobs in chunk.logprobs_of(delta)]:

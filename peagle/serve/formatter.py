@@ -13,7 +13,7 @@ from peagle.ops.strict_json import dumps, number
 from peagle.result import Result
 from peagle.serve.bodies import StreamOptions, Tool
 from peagle.serve.errors import ApiError
-from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
+from peagle.serve.open_answers import AnswerChunk, OpenAnswers, figures, usage
 from peagle.serve.replies import Usage
 from peagle.serve.tools import CustomCalls
 from peagle.text.channels import Delta
@@ -49,7 +49,7 @@ class ResponseFormatter:
         """Write the events before the first chunk."""
         return ""
 
-    def read(self, chunk: OutputChunk) -> Sequence[Any]:
+    def read(self, chunk: AnswerChunk) -> Sequence[Any]:
         """Read a chunk of an answer; return the entries of its events."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class ChoicesFormatter(ResponseFormatter):
     def continuous_usage(self) -> bool:
         return self.options.include_usage and self.options.continuous_usage_stats
 
-    def read(self, chunk: OutputChunk) -> list[Any]:
+    def read(self, chunk: AnswerChunk) -> list[Any]:
         is_first = chunk.index not in self._begun
         self._begun.add(chunk.index)
         choices = [*(self._first_choices(chunk.index) if is_first else ()), *self._chunk_choices(chunk)]
@@ -128,7 +128,7 @@ class ChoicesFormatter(ResponseFormatter):
         """Make the choices of a stream before an answer's first chunk."""
         raise NotImplementedError
 
-    def _chunk_choices(self, chunk: OutputChunk) -> Sequence[Any]:
+    def _chunk_choices(self, chunk: AnswerChunk) -> Sequence[Any]:
         """Make the choices of a stream for a chunk; none if the chunk shows nothing."""
         raise NotImplementedError
 
@@ -160,12 +160,12 @@ class ChannelFormatter(ResponseFormatter):
     def _custom_calls(self, index: int) -> CustomCalls:
         return self._custom.setdefault(index, CustomCalls(self.tools))
 
-    def _deltas(self, chunk: OutputChunk) -> list[Delta]:
+    def _deltas(self, chunk: AnswerChunk) -> list[Delta]:
         """Return the deltas that the reply shows. Calls of custom tools have inputs in place of arguments."""
         deltas = self._custom_calls(chunk.index).read(chunk.deltas, at_end=chunk.finish_reason is not None)
         return [delta for delta in deltas if not (self.one_call and delta.call is not None and delta.call.index)]
 
-    def _logprob_entries(self, chunk: OutputChunk, delta: Delta) -> list[str]:
+    def _logprob_entries(self, chunk: AnswerChunk, delta: Delta) -> list[str]:
         """Write the log-probabilities of a content delta's tokens, if the request sets logprobs."""
         if delta.kind != "content":
             return []
@@ -187,7 +187,7 @@ class Generation:
 
     stream: bool
     formatter: ResponseFormatter
-    outputs: OutputCollector
+    outputs: OpenAnswers
 
     async def reply(self) -> Mapping[str, Any]:
         """Read the answers to their end, and make the reply."""

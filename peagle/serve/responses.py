@@ -28,10 +28,10 @@ from peagle.serve.bodies import (
     text_of,
 )
 from peagle.serve.errors import ApiError
+from peagle.serve.field_names import FieldNames, MessageNames, ResponsesFieldNames
 from peagle.serve.formatter import ChannelFormatter, Generation
 from peagle.serve.http import check_messages, count_parts
-from peagle.serve.names import FieldNames, MessageNames, ResponsesFieldNames
-from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
+from peagle.serve.open_answers import AnswerChunk, OpenAnswers, figures, usage
 from peagle.serve.replies import ResponseEvent, ResponseUsage, Usage
 from peagle.serve.requests import notes
 from peagle.serve.response_bodies import (
@@ -92,7 +92,7 @@ async def start(service: Service, body: ResponsesBody, owner: str = "") -> Gener
     )
     service.log_once(*chat.notes, *notes(chat.body))
     constraint = constraint_field(chat.body)
-    outputs = OutputCollector(
+    outputs = OpenAnswers(
         service.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=service.metrics
     )
     return Generation(body.stream, formatter, outputs)
@@ -401,7 +401,7 @@ class ResponsesFormatter(ChannelFormatter):
         created = self.event({"type": "response.created", "response": response})
         return created + self.event({"type": "response.in_progress", "response": response})
 
-    def read(self, chunk: OutputChunk) -> list[ResponseEvent]:
+    def read(self, chunk: AnswerChunk) -> list[ResponseEvent]:
         """Read a chunk of the answer; return its events, which do not have their sequence numbers yet."""
         self._reason = chunk.finish_reason
         events: list[ResponseEvent] = []

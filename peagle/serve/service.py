@@ -21,7 +21,7 @@ from peagle.serve.formatter import Generation
 from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
-from peagle.serve.outputs import pooled, usage
+from peagle.serve.open_answers import pooled, usage
 from peagle.serve.replies import Health, ModelCard
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.stored import ResponseStore

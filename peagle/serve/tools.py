@@ -20,7 +20,7 @@ from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
 from peagle.serve.errors import ApiError
-from peagle.serve.names import CHAT_FIELDS, FieldNames
+from peagle.serve.field_names import CHAT_FIELDS, FieldNames
 from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, ToolCall, control_ids, final_message
 from peagle.text.tokenizer import Message, Tokenizer, Verbatim, detokenize, encode_characters
 

@@ -17,7 +17,7 @@ from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
 from peagle.pair import Pair
 from peagle.serve.errors import ApiError
-from peagle.serve.outputs import OutputCollector
+from peagle.serve.open_answers import OpenAnswers
 from peagle.serve.service import Service
 from tests.support.running import Gate, eventually
 from tests.support.servers import CONTEXT, MODEL, SLOTS, K, client_of, service_of, values
@@ -84,10 +84,10 @@ def test_the_times_of_an_answer_add_up(make: Make) -> None:
     assert metrics[("vllm:request_time_per_output_token_seconds_sum",)] == pytest.approx(decode / 4)
 
 
-def outputs_of(service: Service, count: int = 1, **fields: Any) -> OutputCollector:
+def outputs_of(service: Service, count: int = 1, **fields: Any) -> OpenAnswers:
     sampling = SamplingParams(seed=1)
     requests = [Request((40, 41, 42), 30, sampling, (), index=index, **fields) for index in range(count)]
-    return OutputCollector(service.loop, requests, service.builder.pair.tokenizer, metrics=service.metrics)
+    return OpenAnswers(service.loop, requests, service.builder.pair.tokenizer, metrics=service.metrics)
 
 
 def counted(service: Service, *names: str) -> list[float]:
@@ -125,7 +125,7 @@ def test_the_wait_for_a_slot_begins_when_the_server_gets_the_request(make: Make,
     gate, add = Gate(service), service.loop.engine.add
     monkeypatch.setattr(service.loop.engine, "add", lambda *a, **k: handles.append(add(*a, **k)) or handles[-1])
 
-    async def read(outputs: OutputCollector) -> None:
+    async def read(outputs: OpenAnswers) -> None:
         async for _ in outputs.chunks():
             pass
 

@@ -19,7 +19,7 @@ from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter
 from peagle.serve.formatter import ResponseFormatter
 from peagle.serve.http import parse
-from peagle.serve.outputs import OutputCollector
+from peagle.serve.open_answers import OpenAnswers
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.responses import ResponsesFormatter, as_chat
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
@@ -115,7 +115,7 @@ class Chunks:
         pass
 
 
-def read(form: ResponseFormatter, answers: OutputCollector) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read(form: ResponseFormatter, answers: OpenAnswers) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return (the whole reply, the events of the stream) that a form makes of the same answer."""
 
     async def read_all() -> str:
@@ -143,11 +143,11 @@ class Answer:
         partial = (of[bytes([byte])] for byte in self.partial)
         return (*tokenizer.encode(self.text, special_tokens=True), *partial)
 
-    def outputs(self, tokenizer: ByteLevelTokenizer, channels: bool = True, stop: bool = True) -> OutputCollector:
+    def outputs(self, tokenizer: ByteLevelTokenizer, channels: bool = True, stop: bool = True) -> OpenAnswers:
         prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
         request = Request(prompt, 1000, stop=self.stop if stop else (), logprobs=1)
         loop: Any = Chunks(self.ids(tokenizer), self.ends, self.end)
-        return OutputCollector(loop, [request], tokenizer, channels=channels)
+        return OpenAnswers(loop, [request], tokenizer, channels=channels)
 
 
 WRITTEN = st.builds(Answer, ANSWERS, PARTIAL, st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))

@@ -20,7 +20,7 @@ from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
-class OutputChunk:
+class AnswerChunk:
     """Tokens of one answer that a dispatch emitted, and the text that they complete."""
 
     index: int  # of the answer in the reply
@@ -35,7 +35,7 @@ class OutputChunk:
         return [(token, self.logprobs[token.number]) for token in delta.tokens if token.number in self.logprobs]
 
 
-class OutputCollector:
+class OpenAnswers:
     """Submit requests to the engine and read their answers. Raises as `Loop.submit` does.
 
     channels: parse the answers' channels; stop strings then apply to content messages. constraint: the field of the
@@ -69,7 +69,7 @@ class OutputCollector:
             num_answers = 1 + max(request.index for request in requests)  # to each prompt
             self._counted = [AnswerMetrics(metrics, assembler, num_answers) for assembler in self._assemblers]
 
-    async def chunks(self) -> AsyncGenerator[OutputChunk, None]:
+    async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
         """Yield chunks until all answers have ended. Aborts the requests if the reader stops early."""
         try:
             async with contextlib.aclosing(self._call.chunks()) as chunks:
@@ -95,7 +95,7 @@ class OutputCollector:
     def results(self) -> list[Result]:
         return [assembler.result() for assembler in self._assemblers]
 
-    def _read(self, index: int, chunk: TokenChunk) -> OutputChunk:
+    def _read(self, index: int, chunk: TokenChunk) -> AnswerChunk:
         assembler = self._assemblers[index]
         piece = assembler.add(chunk)
         if self._counted:
@@ -109,7 +109,7 @@ class OutputCollector:
         if not self._channels and (piece.text or piece.shown):
             deltas = (Delta("content", piece.text, 0, tokens=piece.shown),)
         numbers = [token.number for delta in deltas for token in delta.tokens] if assembler.logprobs else []
-        return OutputChunk(
+        return AnswerChunk(
             index,
             piece.token_ids[:count],
             deltas,
@@ -159,7 +159,7 @@ class TokenTexts:
         self._waiting: collections.deque[tuple[int, str]] = collections.deque()  # (token, origin)
         self._first = 0  # number of the first waiting token in the answer
 
-    def of(self, chunk: OutputChunk) -> list[TokenOrigin]:
+    def of(self, chunk: AnswerChunk) -> list[TokenOrigin]:
         """Return the waiting tokens up to the last one that has text; all of them at the answer's end."""
         self._waiting.extend(zip(chunk.token_ids, chunk.origins, strict=True))
         tokens: list[TokenOrigin] = []
