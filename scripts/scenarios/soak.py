@@ -93,7 +93,7 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
         texts = [
             text for load in (short, long) for text in prompts(models.checkpoint, models.vocab_size, load, options.seed)
         ]
-        serve = [*models.options(variant, long), "--prefix-cache", "64MB", "--max-queue", str(SLOTS)]
+        serve = [*models.options(variant, long, prefix_cache="64MB"), "--max-queue", str(SLOTS)]
         clients = 2 * SLOTS + 2  # two more than slots and queue have room for
         with servers.ours(*serve, "--max-unsent", "100000") as server:
             bodies = mixed_bodies(texts, TOKENS_OUT)

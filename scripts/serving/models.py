@@ -50,12 +50,12 @@ class ServedPair:
     drafts: Mapping[str, K]
     gguf: Path | None = None
 
-    def options(self, variant: str, load: Load) -> list[str]:
+    def options(self, variant: str, load: Load, prefix_cache: str = "0") -> list[str]:
         """Make the options of `peagle serve`."""
         k = self.drafts[variant]
         drafter = ["--drafter", self.drafter] if self.drafter is not None and k != 0 else []
         options = ["--target", self.directory, *drafter, "-k", str(k), "--slots", str(load.clients)]
-        return [*options, "--context", str(load.context), "--prefix-cache", "0"]
+        return [*options, "--context", str(load.context), "--prefix-cache", prefix_cache]
 
     def config(self, options: argparse.Namespace) -> Json:
         """Collect the options for run.json; paths are shortened to names."""
