@@ -18,7 +18,7 @@ from peagle.engine.accept import SyntheticDrafts, draw_synthetic
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import REST, StepCosts, choose_drafts, choose_widths, gains_of
+from peagle.engine.widths import MOST_PAUSE, StepCosts, choose_drafts, choose_widths, gains_of
 from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
 from peagle.protocols import Drafter
 
@@ -43,8 +43,8 @@ class AdaptiveChoice:
     sources: tuple[SourceDrafts, ...]  # of the drafter, and of the lookup drafter
     source: jax.Array  # [B]: the source of the slot's drafts
     num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
-    gains: jax.Array  # [B, K]: what the drafter's drafts are worth
-    tried: jax.Array  # bool: sources proposed; False while the slots rest
+    gains: jax.Array  # [B, K]: expected tokens of the drafter's drafts beyond their cost
+    tried: jax.Array  # bool: sources proposed; False while drafting is paused
 
 
 @flax.struct.dataclass
@@ -91,7 +91,7 @@ def propose(
         if kind.adaptive:
             options = (widths, costs, kind, keys, synthetic, always_draft)
             sources = functools.partial(_propose_by_sources, drafter, lookup, *options)
-            state, proposed = sources(state) if always_draft else _unless_resting(sources, state)
+            state, proposed = sources(state) if always_draft else _unless_paused(sources, state)
         else:
             state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
             proposed = Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
@@ -140,13 +140,13 @@ def _run_drafter(
     return dataclasses.replace(state, drafter_state=drafter_state), draft
 
 
-def _unless_resting(
+def _unless_paused(
     sources: Callable[[DecodeState], tuple[DecodeState, Proposed]], state: DecodeState
 ) -> tuple[DecodeState, Proposed]:
-    """Propose nothing while the slots rest."""
+    """Propose nothing while drafting is paused."""
     assert state.pace is not None
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(sources, state)[1])
-    return run_if(state.pace.rest(~state.done) == 0, lambda carry: sources(carry[0]), (state, nothing))
+    return run_if(state.pace.pause(~state.done) == 0, lambda carry: sources(carry[0]), (state, nothing))
 
 
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
@@ -178,21 +178,21 @@ def _propose_by_sources(
     num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
     expected_gains, looked_up = pace.gain_or(learned.gain), None
-    worth_looked_up = jnp.zeros((state.slots,), jnp.float32)
+    gain_looked_up = jnp.zeros((state.slots,), jnp.float32)
     if lookup is not None:
         state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)
-        trusted = looked_up.survival * pace.trust[:, 1:]
-        worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
+        calibrated = looked_up.survival * pace.calibration[:, 1:]
+        gain_looked_up = jnp.sum(gains_of(calibrated, limits, costs, num_active, rate), axis=1)
 
     to_drafter, ran = jnp.where(state.uses_drafter, limits, 0), jnp.ones((), bool)
     if not always_draft:
         to_drafter = choose_drafts(expected_gains, to_drafter, num_active, costs, rate)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-        worth = jnp.sum(jnp.where(place < to_drafter[:, None], expected_gains, 0.0), axis=1) - worth_looked_up
+        gain = jnp.sum(jnp.where(place < to_drafter[:, None], expected_gains, 0.0), axis=1) - gain_looked_up
         time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
-        pays = jnp.sum(jnp.maximum(worth, 0.0)) >= time
-        to_drafter = jnp.where(pays, to_drafter, 0)
-        ran = jnp.any(to_drafter > 0) | jnp.any(state.uses_drafter & has_no_room(state, max(num_drafts, REST)))
+        exceeds = jnp.sum(jnp.maximum(gain, 0.0)) >= time
+        to_drafter = jnp.where(exceeds, to_drafter, 0)
+        ran = jnp.any(to_drafter > 0) | jnp.any(state.uses_drafter & has_no_room(state, max(num_drafts, MOST_PAUSE)))
 
     def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
         state, _ = carry
@@ -213,16 +213,16 @@ def _propose_by_sources(
     counted = learned.survival(0, sampled, draft.confidence)
     drafts = SourceDrafts(draft.token_ids, draft.confidence, to_drafter, counted)
 
-    survival = counted * pace.trust[:, :1]
+    survival = counted * pace.calibration[:, :1]
     gains = gains_of(survival, to_drafter, costs, num_active, rate)
     token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
     sources: tuple[SourceDrafts, ...] = (drafts,)
     if looked_up is not None:
         # before times are measured, take the drafter's own drafts: `Engine.count_acceptance` counts these alone
-        takes = (worth_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
+        takes = (gain_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
         source, sources = takes.astype(jnp.int32), (drafts, looked_up)
         token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
-        survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)
+        survival = jnp.where(takes[:, None], looked_up.survival * pace.calibration[:, 1:], survival)
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
     choice = AdaptiveChoice(sources, source, to_drafter, gains, tried=jnp.ones((), bool))

@@ -31,7 +31,7 @@ from peagle.engine.request import Drafting
 from peagle.engine.sampling import log_probs
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import StepKind, StepOutput
-from peagle.engine.widths import KEEPING_UP, REST, StepCosts
+from peagle.engine.widths import MOST_CATCH_UP_FRAC, MOST_PAUSE, StepCosts
 from peagle.ops.messages import DrafterInput, VerifyOutput
 from peagle.protocols import Drafter, Target
 
@@ -179,16 +179,16 @@ def _learn(
     learned = learned.update_gain(choice.gains, drafted)
     pace = pace.record_steps(active, choice.gains, drafted, learned.gain)
     # to absorb drafter_input takes about one pass per K + 1 tokens
-    too_slow = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
+    too_slow = costs.of_drafts(num_active) > MOST_CATCH_UP_FRAC * (num_drafts + 1)
     # decide before the drafter must run, because drafter_input is full
-    behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.drafter_ran
+    behind = active & has_no_room(state, 2 * max(num_drafts, MOST_PAUSE) + 1) & ~proposed.drafter_ran
     most = jnp.where(behind & too_slow, jnp.int32(Drafting.LOOKUP_ONLY), jnp.int32(Drafting.ALWAYS))
     pace = pace.record_try(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
     return dataclasses.replace(state, drafting=jnp.minimum(state.drafting, most), pace=pace, learned=learned)
 
 
-def _learn_from_rest(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> DecodeState:
-    """Record the plain steps of a rest."""
+def _learn_from_pause(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> DecodeState:
+    """Record the plain steps of a pause."""
     assert state.pace is not None
     assert state.learned is not None
     active, steps = ~state.done, num_steps.astype(jnp.float32)
@@ -281,7 +281,7 @@ def steps(
     """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
     Stops early if all slots are done. An adaptive step that verifies nothing runs as a plain one, and so do the next
-    ones while the slots rest (`Pace.rest`). Outputs of steps that were not run have num_accepted -1.
+    ones while drafting is paused (`Pace.pause`). Outputs of steps that were not run have num_accepted -1.
     """
     packed_width = StepOutput.packed_width(kind, target.vocab_size)
 
@@ -324,14 +324,14 @@ def steps(
         state, packed = one(run[0])
         return state, jax.lax.dynamic_update_index_in_dim(run[1], packed, run[2], 0), run[2] + 1
 
-    def once_then_rest(run: _Run) -> _Run:
+    def once_then_pause(run: _Run) -> _Run:
         run = once(one, run)
         assert run[0].pace is not None
-        until = jnp.minimum(run[2] + run[0].pace.rest(~run[0].done), limit)
+        until = jnp.minimum(run[2] + run[0].pace.pause(~run[0].done), limit)
         state, outputs, count = repeat(functools.partial(once, plain), run, until)
-        return _learn_from_rest(state, costs, count - run[2]), outputs, count
+        return _learn_from_pause(state, costs, count - run[2]), outputs, count
 
     empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1)  # num_accepted
-    body = once_then_rest if kind.adaptive else functools.partial(once, one)
+    body = once_then_pause if kind.adaptive else functools.partial(once, one)
     state, outputs, _ = repeat(body, (state, empty, jnp.zeros((), jnp.int32)), limit)
     return state, outputs

@@ -24,7 +24,7 @@ class StepKind:
     full_logits            some row has its logits adjusted or returns log-probabilities (Request.full_logits)
     synthetic_acceptance   see `draw_synthetic`
     keep_drafter_input     False if no row drafts again: plain steps then keep nothing for the drafter
-    adaptive               the step chooses its widths, and slots may rest
+    adaptive               the step chooses its widths, and may pause drafting
     """
 
     num_drafts: int

@@ -17,7 +17,7 @@ Before the drafter runs, its confidence is unknown. So each slot remembers how o
 position. If the expected gain of all slots exceeds the cost of the drafter's pass, the drafter runs. In a slot without
 drafts, gains drift back to the average of all slots, so that drafting is tried again. Lookups cost next to nothing, and
 are always tried. These choices take time, too: for a small target, half of a plain step's. So after several steps that
-draft nothing, the slots rest: the next few steps are plain.
+draft nothing, drafting is paused: the next few steps are plain.
 
 These choices change time alone, never a token (peagle.engine.accept).
 """
@@ -39,17 +39,19 @@ MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.
 PRIOR_TRIES = 4.0  # tries with which a bin starts, accepted as often as its middle says
 MOST_STARTING = 64.0  # most tries per bin that recorded counts add to these
 HORIZON = 512.0  # tries per bin after which older ones are forgotten
-TRUST_STEPS, TRUST_PRIOR = 12.0, 1.5  # steps over which a slot's trust is averaged; right drafts that it starts with
-MOST_TRUST = 1.25
+CALIBRATION_STEPS = 12.0  # steps over which a slot's calibration is averaged
+CALIBRATION_PRIOR = 1.5  # right drafts with which it starts
+MOST_CALIBRATION = 1.25
 
 RATE_STEPS = 32.0  # plain steps over which the engine's rate is averaged
 FIRST_GAIN = 0.7  # initial gain of a slot's first draft; FIRST_GAIN**2 of its second, and so on
 GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged: of a slot, of all
 DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gains drift back to the average of all
 ALL_DRIFT_STEPS = 2048.0  # and the average of all to the initial gains
-KEEPING_UP = 0.05  # largest share of the time for a drafter that only reads tokens
+MOST_CATCH_UP_FRAC = 0.05  # largest share of the time for a drafter that only reads tokens
 GOOD_CHANCE = 0.85  # the best chance to expect of a draft: if drafting would not pay even then, steps are plain
-PATIENCE, REST = 3, 3  # tries in a row that drafted nothing before slots rest; most plain steps of a rest
+PATIENCE = 3  # tries in a row that drafted nothing before drafting is paused
+MOST_PAUSE = 3  # most plain steps of a pause
 
 # [greedy, sampled][position][bin]: (tried, accepted)
 Counts: TypeAlias = tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
@@ -185,9 +187,9 @@ def choose_widths(
     falling = values[order]
     taken = jnp.arange(values.size + 1, dtype=jnp.int32)
     tokens = jnp.pad(jnp.cumsum(jnp.maximum(falling, 0.0)), (1, 0))
-    worth = tokens - rate * num_active.astype(jnp.float32) * costs.of_rows(num_active + taken)
-    worth = jnp.where(jnp.pad(falling, (1, 0)) < 0, -jnp.inf, worth)
-    best = jnp.argmax(worth)  # the first of equal ones
+    gain = tokens - rate * num_active.astype(jnp.float32) * costs.of_rows(num_active + taken)
+    gain = jnp.where(jnp.pad(falling, (1, 0)) < 0, -jnp.inf, gain)
+    best = jnp.argmax(gain)  # the first of equal ones
     if batch == 1:
         return jnp.minimum(best, limits).astype(jnp.int32)
     rank = jnp.zeros_like(order).at[order].set(taken[:-1])
@@ -197,7 +199,7 @@ def choose_widths(
 def gains_of(
     survival: Float[Array, "B K"], limits: Int[Array, " B"], costs: StepCosts, num_active: jax.Array, rate: jax.Array
 ) -> Float[Array, "B K"]:
-    """Estimate the tokens that drafts gain beyond those that the time of their rows is worth."""
+    """Estimate the tokens that drafts gain beyond what the time of their rows would emit otherwise."""
     valid = jnp.arange(survival.shape[1], dtype=jnp.int32)[None, :] < limits[:, None]
     price = rate * num_active.astype(jnp.float32) * costs.of_one_row(num_active)
     return jnp.where(valid, jnp.maximum(survival - price, 0.0), 0.0)
@@ -209,16 +211,16 @@ def choose_drafts(
     """Choose how many drafts the drafter makes for each slot, as if all slots were alike; limits[b] at most."""
     count = jnp.arange(gains.shape[1] + 1, dtype=jnp.int32)
     times = costs.of_drafts(jnp.minimum(num_active * count, costs.draft.shape[0] - 1))
-    worth = jnp.pad(jnp.cumsum(gains, axis=1), ((0, 0), (1, 0))) - rate * times[None, :]
-    worth = jnp.where(count[None, :] <= limits[:, None], worth, -jnp.inf)
-    return jnp.argmax(worth, axis=1).astype(jnp.int32)
+    gain = jnp.pad(jnp.cumsum(gains, axis=1), ((0, 0), (1, 0))) - rate * times[None, :]
+    gain = jnp.where(count[None, :] <= limits[:, None], gain, -jnp.inf)
+    return jnp.argmax(gain, axis=1).astype(jnp.int32)
 
 
 @flax.struct.dataclass
 class Pace:
     """How the slots draft; the slot is the leading axis. Methods return a changed copy."""
 
-    rests: jax.Array  # [B] int32: plain steps before drafting is tried again
+    pauses: jax.Array  # [B] int32: plain steps before drafting is tried again
     empties: jax.Array  # [B] int32: tries in a row that drafted nothing
     gain: jax.Array  # [B, K] float32: average gain of the drafter's drafts (`gains_of`); inf: not known yet
     expected: jax.Array  # [B, source] float32: how many recent first drafts were expected to be right
@@ -230,21 +232,21 @@ class Pace:
         unknown = jnp.full((slots, num_drafts), jnp.inf, jnp.float32)
         return cls(none, none, unknown, hits, hits)
 
-    def rest(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
-        """Return for how many steps all active slots rest."""
-        return jnp.min(jnp.where(active, self.rests, REST))
+    def pause(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+        """Return for how many steps all active slots pause drafting."""
+        return jnp.min(jnp.where(active, self.pauses, MOST_PAUSE))
 
     @property
-    def trust(self) -> Float[Array, "B source"]:
+    def calibration(self) -> Float[Array, "B source"]:
         """How often recent first drafts were right, over the counts' prediction."""
-        return jnp.minimum((self.right + TRUST_PRIOR) / (self.expected + TRUST_PRIOR), MOST_TRUST)
+        return jnp.minimum((self.right + CALIBRATION_PRIOR) / (self.expected + CALIBRATION_PRIOR), MOST_CALIBRATION)
 
     def record_try(self, active: Bool[Array, " B"], tried: Bool[Array, ""], drafted: Bool[Array, ""]) -> "Pace":
-        """Record whether a step tried to draft, and whether some slot did; choose how long the slots rest."""
+        """Record whether a step tried to draft, and whether some slot did; choose for how long they pause."""
         empties = jnp.where(tried, jnp.where(drafted, 0, self.empties + 1), self.empties)
-        rests = jnp.where(tried, jnp.clip(empties - PATIENCE, 0, REST), self.rests)
+        pauses = jnp.where(tried, jnp.clip(empties - PATIENCE, 0, MOST_PAUSE), self.pauses)
         return dataclasses.replace(
-            self, rests=jnp.where(active, rests, self.rests), empties=jnp.where(active, empties, self.empties)
+            self, pauses=jnp.where(active, pauses, self.pauses), empties=jnp.where(active, empties, self.empties)
         )
 
     def gain_or(self, gain: Float[Array, " K"]) -> Float[Array, "B K"]:
@@ -255,7 +257,7 @@ class Pace:
         self, source: int, expected: Float[Array, " B"], right: Bool[Array, " B"], proposed: Bool[Array, " B"]
     ) -> "Pace":
         """Record the first draft of a source. expected: its chance by the counts. proposed: there was one."""
-        kept = 1.0 - 1.0 / TRUST_STEPS
+        kept = 1.0 - 1.0 / CALIBRATION_STEPS
 
         def averaged(before: jax.Array, value: jax.Array) -> jax.Array:
             column = before[:, source]
@@ -279,10 +281,10 @@ class Pace:
         known = self.gain_or(gain_of_all)
         drift = num_steps * (gain_of_all[None, :] - known) / DRIFT_STEPS
         towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, drift)
-        rests = jnp.maximum(self.rests - jnp.asarray(num_steps).astype(jnp.int32), 0)
+        pauses = jnp.maximum(self.pauses - jnp.asarray(num_steps).astype(jnp.int32), 0)
         return dataclasses.replace(
             self,
-            rests=jnp.where(active, rests, self.rests),
+            pauses=jnp.where(active, pauses, self.pauses),
             gain=jnp.where(active[:, None], known + towards, self.gain),
         )
 
@@ -317,18 +319,18 @@ class CostTable:
         draft = np.interp(np.arange(size * num_drafts + 1), scale * drafts, draft_times)
         return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
-    def pays(self, num_active: int, num_drafts: int) -> bool:
+    def could_pay(self, num_active: int, num_drafts: int) -> bool:
         """Whether drafting could pay at this many active slots: an upper bound.
 
         It takes the drafter as free, and each draft as right with GOOD_CHANCE. False means: do not try.
         """
-        key = "pays", num_active, num_active, num_drafts
+        key = "could_pay", num_active, num_active, num_drafts
         if key not in self._kept:
             more = np.arange(1, num_drafts + 1)
             times = np.asarray(self.at(num_active, num_active, num_drafts).verify)[num_active * (1 + more)]
             self._kept[key] = bool(np.any(1 + np.cumsum(GOOD_CHANCE**more) > times))
-        pays: bool = self._kept[key]
-        return pays
+        could_pay: bool = self._kept[key]
+        return could_pay
 
     def to_json(self) -> dict[str, Any]:
         parts = {"verify": self.verify, "draft": self.draft}

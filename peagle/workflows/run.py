@@ -92,7 +92,7 @@ class Run:
     @property
     def drafting_cannot_pay(self) -> bool:
         """Whether no draft of a single request pays, even if all are accepted."""
-        return self.costs is not None and not self.costs.pays(1, self.engine.num_drafts)
+        return self.costs is not None and not self.costs.could_pay(1, self.engine.num_drafts)
 
 
 class Observer:

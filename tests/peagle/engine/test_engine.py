@@ -21,7 +21,7 @@ from peagle.engine.sampling import RowSampling
 from peagle.engine.state import init_state
 from peagle.engine.step import step
 from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import PATIENCE, REST, CostTable, Learned, StepCosts
+from peagle.engine.widths import MOST_PAUSE, PATIENCE, CostTable, Learned, StepCosts
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
@@ -359,7 +359,7 @@ def test_after_steps_without_drafts_the_next_are_plain(target, plain) -> None:
     tokens, records = decode(engine, [Request(PROMPTS[0], 33)])
     assert tokens == [plain[0][:33]]
     assert len(records[0]) == 32
-    assert (PATIENCE, REST) == (3, 3)
+    assert (PATIENCE, MOST_PAUSE) == (3, 3)
     looked_up = [0, 1, 2, 3, 5, 8, 12, 16, 20, 24, 28]
     assert engine.executor.state.lookup_state.tolist() == [len(looked_up)]
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.widths import (
+    CALIBRATION_STEPS,
     EDGES,
     HORIZON,
     NUM_BINS,
-    TRUST_STEPS,
     CostTable,
     Learned,
     Pace,
@@ -126,12 +126,12 @@ def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
     right = jnp.asarray([True, False])
     for _ in range(20):
         pace = pace.record_first_drafts(1, jnp.full((2,), 0.6), right, yes)
-    trust = np.asarray(pace.trust)
-    assert trust[0, 1] > 1 > 0.5 > trust[1, 1]
-    np.testing.assert_allclose(trust[:, 0], 1)
-    for _ in range(int(3 * TRUST_STEPS)):
+    calibration = np.asarray(pace.calibration)
+    assert calibration[0, 1] > 1 > 0.5 > calibration[1, 1]
+    np.testing.assert_allclose(calibration[:, 0], 1)
+    for _ in range(int(3 * CALIBRATION_STEPS)):
         pace = pace.record_first_drafts(1, jnp.full((2,), 0.6), ~right, yes)
-    assert np.asarray(pace.trust)[1, 1] > 1
+    assert np.asarray(pace.calibration)[1, 1] > 1
 
 
 def test_a_slots_gains_follow_its_drafts_and_drift_back_to_those_of_all() -> None:
@@ -190,9 +190,10 @@ def test_times_between_measured_ones_are_interpolated() -> None:
     assert float(six.verify[12]) == pytest.approx(2.0)
     assert float(six.draft[6]) == pytest.approx(0.4)
     assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
-    assert table.pays(1, K)
-    assert not CostTable({1: ((1, 1.0), (4, 4.5))}, {1: ((0, 0.0), (3, 0.1))}).pays(1, K)
-    assert CostTable({1: ((1, 1.0), (4, 3.5))}, {1: ((0, 0.0), (3, 9.0))}).pays(1, K)  # the text so far may be enough
+    assert table.could_pay(1, K)
+    assert not CostTable({1: ((1, 1.0), (4, 4.5))}, {1: ((0, 0.0), (3, 0.1))}).could_pay(1, K)
+    # a drafter that is too dear: lookups may be enough
+    assert CostTable({1: ((1, 1.0), (4, 3.5))}, {1: ((0, 0.0), (3, 9.0))}).could_pay(1, K)
     for broken in ({}, {"verify": {"1": [[1, 1.0]]}, "draft": {}}, {"verify": {}, "draft": {}}):
         with pytest.raises((ValueError, KeyError)):
             CostTable.from_json(broken)
