@@ -160,7 +160,7 @@ def test_every_file_keeps_the_order() -> None:
         ("target/load.py", "import pickle"),
     ],
 )
-def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
+def test_forbidden_import_is_reported(path: str, source: str) -> None:
     assert violations(Path(path), source)
 
 
@@ -189,7 +189,7 @@ def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
         ("peagle/cli/speculate.py", "from target import load"),
     ],
 )
-def test_what_keeps_it_is_not(path: str, source: str) -> None:
+def test_allowed_import_is_not_reported(path: str, source: str) -> None:
     assert not violations(Path(path), source)
 
 

@@ -31,12 +31,12 @@ BROKEN = (beartype.roar.BeartypeException, jaxtyping.TypeCheckError)
         lambda: Pair(None, None, None, None, (1, "two")),
     ],
 )
-def test_what_does_not_fit_is_an_error(call: Callable[[], object]) -> None:
+def test_mismatched_signature_raises(call: Callable[[], object]) -> None:
     with pytest.raises(BROKEN):
         call()
 
 
-def test_what_fits_is_none() -> None:
+def test_matching_signature_raises_nothing() -> None:
     trim_folder(Path(__file__).parent, 1 << 60)
     causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 4), jnp.int32), None)
     Request((1, 2), 1)

@@ -170,7 +170,7 @@ def test_the_layout_of_the_file(tmp_path: Path) -> None:
     assert shared_tensors(tmp_path) == ["embed_tokens.weight", "lm_head.weight"]
 
 
-def test_what_z_lab_writes_is_read(tmp_path: Path) -> None:
+def test_layout_of_z_lab_is_read(tmp_path: Path) -> None:
     """The target's type, null keys, `model.` before names, RoPE by layer type; vLLM's ids at the top win."""
 
     def as_published(config: dict[str, Any], tensors: Tensors) -> None:
@@ -291,7 +291,7 @@ def test_a_drafter_without_its_target_is_refused(tmp_path: Path) -> None:
         ({"draft_vocab_size": 20}, "proposes 20 of 53 tokens; expected all"),
     ],
 )
-def test_what_the_layout_cannot_hold_is_not_written(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_drafter_that_the_layout_cannot_hold_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     config = dataclasses.replace(DFLASH_CONFIGS[BIASED], **changes)
     with pytest.raises(InputError, match=says):
         save_drafter(tmp_path / "drafter", random_params(DFLASH_CONFIGS[BIASED]), config)

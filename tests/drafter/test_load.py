@@ -247,7 +247,7 @@ FLAT = np.asarray(random_params(CONFIGS[ONE]).mask_hidden).reshape(-1)
         (File(HEADS_NORMED, "speculators", {NESTED: {"model_type": GONE}}), {}),
     ],
 )  # fmt: skip
-def test_what_other_projects_write_is_the_same_drafter(tmp_path: Path, file: File, config: dict[str, Any]) -> None:
+def test_layouts_of_other_projects_load_as_the_same_drafter(tmp_path: Path, file: File, config: dict[str, Any]) -> None:
     params, read = load_drafter(file.write(tmp_path))
     assert read == dataclasses.replace(CONFIGS[file.name], **config)
     assert_same(params, random_params(CONFIGS[file.name]))

@@ -126,7 +126,7 @@ def test_drafts_come_from_the_narrowed_vocabulary() -> None:
         ([[4, 5, 4, 5]], 1, 1.0, 2.0),
     ],
 )
-def test_what_a_draft_vocabulary_covers_bounds_the_acceptance(
+def test_coverage_of_a_draft_vocabulary_bounds_the_acceptance(
     texts: list[list[int]], num_drafts: int, frac: float, limit: float
 ) -> None:
     measured = coverage([np.array(text) for text in texts], (4, 5), num_drafts)

@@ -57,7 +57,7 @@ def shard_of(directory: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])
-def test_what_is_written_comes_back(layout: str, request: pytest.FixtureRequest) -> None:
+def test_saved_tensors_are_read_back(layout: str, request: pytest.FixtureRequest) -> None:
     directory = request.getfixturevalue(layout)
     assert len(list(directory.glob("*.safetensors"))) == (1 if layout == "single" else 3)
     checkpoint = read_checkpoint(directory)
@@ -89,7 +89,7 @@ def test_a_prefix_stays_where_two_tensors_would_share_a_name(tmp_path: Path) -> 
     assert read_checkpoint(tmp_path / "both").without_prefix("model.").names == {"model.a", "a"}
 
 
-def test_what_is_left_is_named(single: Path) -> None:
+def test_unused_tensors_are_named(single: Path) -> None:
     checkpoint = read_checkpoint(single)
     for name in checkpoint.names - {"brain", "bytes"}:
         checkpoint.take(name)
@@ -185,7 +185,7 @@ OF_BRAIN = "model-00002-of-00003.safetensors"  # the shard that holds it
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_one_line(
+def test_unreadable_checkpoint_is_refused_in_one_line(
     layout: str, spoil: Callable[[Path], object], says: str, request: pytest.FixtureRequest
 ) -> None:
     directory = request.getfixturevalue(layout)
@@ -193,7 +193,7 @@ def test_what_cannot_be_read_is_one_line(
     assert re.search(says, refusal(read_checkpoint, directory))
 
 
-def test_what_is_no_directory_is_one_line(single: Path) -> None:
+def test_path_that_is_no_directory_is_refused_in_one_line(single: Path) -> None:
     for path, says in ((single.parent / "absent", "does not exist"), (single / WEIGHTS, "is not a directory")):
         assert says in refusal(read_checkpoint, path)
 

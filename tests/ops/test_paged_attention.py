@@ -503,7 +503,7 @@ def test_the_cuda_kernels_refuse_shapes_that_do_not_fit(form: str) -> None:
         (jnp.bfloat16, 32, None, False),
     ],
 )
-def test_what_a_gpu_runs(
+def test_implementation_chosen_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, dtype: type, page_size: int, implementation: Implementation | None, runs: bool
 ) -> None:
     """The kernels if they take the operands, XLA's code otherwise. By name they run, or it is an error."""

@@ -64,7 +64,7 @@ def test_keys_that_are_numbers_and_values_that_are_not_json() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(values, st.lists(values, max_size=3))
-def test_what_is_written_already_is_part_of_a_value(value: object, items: list[object]) -> None:
+def test_written_json_is_embedded_unchanged(value: object, items: list[object]) -> None:
     array = Written.array([dumps(item) for item in items])
     text = dumps({"before": math.nan, "é": [array, {}, (), value]}, ensure_ascii=False)
     assert strict(text) == expected({"before": None, "é": [items, {}, [], value]})

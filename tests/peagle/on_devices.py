@@ -413,7 +413,7 @@ def test_a_sequence_goes_on_over_other_devices(root: Path) -> None:
     assert len(sizes) == 1
 
 
-def test_what_is_not_finite_is_named(root: Path) -> None:
+def test_output_that_is_not_finite_is_named(root: Path) -> None:
     target = over(root, TP2, "float32", "xla")
     assert isinstance(target, Explains)
     assert target.first_not_finite([1, 2, 3]) is None

@@ -47,13 +47,13 @@ def test_a_mesh_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2", "tp", "tp=0", "tp=x", "tp=2,tp=2", "dp=0", "tp=2,", "tp=-1", "tp=1.5"])
-def test_what_is_no_mesh_is_refused(text: str) -> None:
+def test_malformed_mesh_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=re.escape(f"the mesh is {text!r}; expected tp=N")):
         parse_mesh(text)
 
 
 @pytest.mark.parametrize("text", ["", "tp=2", "dp=0", "dp=2,tp=2", "2", f"dp={'9' * 5000}"])
-def test_what_is_no_mesh_of_a_training_is_refused(text: str) -> None:
+def test_mesh_that_cannot_train_is_refused(text: str) -> None:
     assert parse_data_mesh("dp=2") == 2
     with pytest.raises(InputError, match=r"expected dp=N, of 1 or more devices"):
         parse_data_mesh(text)

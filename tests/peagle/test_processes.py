@@ -59,7 +59,7 @@ def test_a_place_is_read() -> None:
         (("host:1", -1, 2), "--process-id is -1; expected 0..1"),
     ],
 )
-def test_what_is_no_place_is_refused(typed: tuple[Any, ...], message: str) -> None:
+def test_malformed_address_is_refused(typed: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         parse_rendezvous(*typed)
 

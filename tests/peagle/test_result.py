@@ -98,7 +98,7 @@ def test_an_answer_is_the_whole_text_cut_at_the_first_stop_string(
     assert len(result.times_s) == sum(bool(piece.token_ids) for piece in pieces)
 
 
-def test_what_may_begin_a_stop_string_waits_until_that_is_decided() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     request = Request(PROMPT, 9, stop=("END", "N!"))
     assembler = Assembler(request, 0, ByteTokenizer(), 0.0)
 
@@ -188,7 +188,7 @@ def test_a_stop_string_ends_its_request_in_the_engine_and_no_other(k: int, toget
 
 
 @pytest.mark.parametrize("together", [1, 4])
-def test_what_a_model_says_after_a_stop_string_may_be_anything(together: int) -> None:
+def test_tokens_after_a_stop_string_may_be_anything(together: int) -> None:
     """Speculation may meet outputs that are not finite before the host reads the end of the answer."""
     target = counting(end=[np.nan] * 256)
     engine = Engine(target, None, ResolvedConfig(0, 1, 96, steps_per_dispatch=together))

@@ -77,7 +77,7 @@ def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int 
     assert True in drafted[drafted.index(False) :]  # it went on after the other row had ended
 
 
-def test_who_decides_on_the_window(directories: Directories, tmp_path: Path, pair: Pair) -> None:
+def test_precedence_of_window_settings(directories: Directories, tmp_path: Path, pair: Pair) -> None:
     """The argument, else speculation.json, else config.json; the pair says which."""
     config = dataclasses.replace(DRAFTER, windows=(20, None))
     save_drafter(tmp_path / "drafter", random_params(config), config)
@@ -106,7 +106,7 @@ def test_who_decides_on_the_window(directories: Directories, tmp_path: Path, pai
 
 
 @pytest.mark.parametrize("window", [0, -3, "0", "some", "", "128,256"])
-def test_what_is_no_window_is_refused(directories: Directories, pair: Pair, window: int | str) -> None:
+def test_malformed_window_is_refused(directories: Directories, pair: Pair, window: int | str) -> None:
     with pytest.raises(InputError, match=r"drafter window is .*; expected the positions .*, auto or off"):
         with_drafter(pair, directories.target, directories.drafter, drafter_window=window)
 

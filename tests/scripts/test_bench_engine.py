@@ -67,7 +67,7 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_measured_runs_on_the_engine_of_this_checkout() -> None:
+def test_worker_measures_the_engine_of_this_checkout() -> None:
     measured = Measured("demo", "")
     assert measured.one(1, 0, 5, 4)["tok_per_s"] > 0
     assert set(measured.many(1, 0, 5, 4)) == {"tok_per_s", "last_first_token_s"}

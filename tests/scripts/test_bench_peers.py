@@ -124,7 +124,7 @@ def test_the_file_holds_all_else_and_what_describes_it(checkpoint: Path, gguf_re
     assert pattern == [True, False, True]
 
 
-def test_what_llama_cpp_cannot_be_told_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_that_gguf_cannot_express_is_refused(tmp_path: Path) -> None:
     other = dataclasses.replace(GEOMETRY, swiglu_limit=5.0)
     write_target(tmp_path / "other", other, random_tensors(other, True, seed=1), mxfp4=True)
     with pytest.raises(InputError, match=r"swiglu_limit is 5\.0"):

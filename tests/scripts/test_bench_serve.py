@@ -76,7 +76,7 @@ def test_the_engine_alone_decodes_as_clients_ask(server: tuple[Server, Engine]) 
     assert all(reply.num_emitted == reply.num_tokens - 1 > reply.num_steps for reply in replies)
 
 
-def test_what_is_refused_or_cut_short_is_one_line(
+def test_refused_or_cut_answer_is_reported_in_one_line(
     server: tuple[Server, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running_server, _ = server

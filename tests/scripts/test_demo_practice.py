@@ -29,7 +29,7 @@ def test_an_answer_is_good_looping_or_neither(answer: list[int], kind: str) -> N
     assert practice.kind_of(answer) == kind
 
 
-def test_what_a_loop_teaches_is_what_repeats_in_it() -> None:
+def test_practice_repeats_what_loops() -> None:
     token_ids = np.array([1, 9, 9, 40, 41, *ROUND * 4], np.int32)
     trained = np.arange(len(token_ids)) >= 3
     kind, (ids, roles) = practice.lesson(Document(token_ids, trained))

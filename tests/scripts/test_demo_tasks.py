@@ -49,7 +49,7 @@ def test_a_description_names_parameters_calls_errors_and_results_in_their_order(
         ("x.y.z(lambda: x())\nx()()", ["It calls `x.y.z` and `x`.", "It returns nothing."]),
     ],
 )
-def test_what_a_description_says_of_a_body(body: str, lines: list[str]) -> None:
+def test_description_of_a_function_body(body: str, lines: list[str]) -> None:
     assert tasks.describe(whole("def f(x):", body)).split("\n")[2:] == lines
 
 
@@ -117,5 +117,5 @@ def test_every_function_gets_one_task_and_the_three_are_equally_likely() -> None
 
 
 @pytest.mark.parametrize("body", ["return '" + "x" * tasks.MAX_FUNCTION_CHARS + "'", "'''", "return 1\n):"])
-def test_what_is_too_long_or_no_python_is_to_be_written(body: str) -> None:
+def test_task_for_a_long_body_or_no_python(body: str) -> None:
     assert {task_of(f"def f{number}(x):", body).category for number in range(20)} == {WRITE}

@@ -28,7 +28,7 @@ condition:
 """
 
 
-def test_what_the_host_waits_for_is_counted() -> None:
+def test_operations_that_the_host_waits_for_are_counted() -> None:
     """Loops and branches within a graph are the GPU's own."""
     assert program_of("steps_7", SPLIT) == Program("steps_7", graphs=2, operations=5, waits=2, one_graph=False)
     first, *_ = SPLIT.split("003:")

@@ -66,7 +66,7 @@ def test_a_scripts_run_keeps_its_page_and_all_that_its_records_say(tmp_path: Pat
         ({"a.svg": "x" * 60_001}, "a.svg, in short"),
     ],
 )
-def test_what_cannot_be_committed_is_one_line_and_no_folder(tmp_path: Path, files: dict[str, str], says: str) -> None:
+def test_run_that_cannot_be_published_leaves_no_folder(tmp_path: Path, files: dict[str, str], says: str) -> None:
     run = script_run(tmp_path / "run", **files)
     with pytest.raises(InputError, match=says) as raised:
         publish(run, tmp_path / "out")

@@ -69,7 +69,7 @@ def mlp(x: jax.Array, logits: jax.Array, experts: PackedExperts, **options: Any)
         ("float32", 17, False),
     ],
 )
-def test_what_a_gpu_runs(dtype: str, rows: int, runs: bool) -> None:
+def test_implementation_chosen_on_a_gpu(dtype: str, rows: int, runs: bool) -> None:
     """The kernels if they take the operands, XLA's code otherwise."""
 
     def lowered(**options: Any) -> str:

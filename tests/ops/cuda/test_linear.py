@@ -54,7 +54,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         (1, "bfloat16", 64, 40, False),
     ],
 )
-def test_what_a_gpu_runs(
+def test_implementation_chosen_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, rows: int, dtype: str, inputs: int, outputs: int, takes: bool
 ) -> None:
     monkeypatch.setattr(kernels, "status", lambda: (True, "CUDA"))

@@ -122,7 +122,7 @@ CALLS: list[tuple[Callable[[str], Call], str]] = [
 
 
 @pytest.mark.parametrize(("make", "name"), CALLS)
-def test_what_fits_is_taken(make: Callable[[str], Call], name: str) -> None:
+def test_operands_that_fit_are_accepted(make: Callable[[str], Call], name: str) -> None:
     assert all(np.isfinite(part).all() for part in make(name).run())
 
 

@@ -124,7 +124,7 @@ def test_an_end_of_input_at_once_is_an_end(chat: Chat) -> None:
     assert chat(b"", "--quiet") == (0, "", "")
 
 
-def test_what_no_message_could_be_answered_with_is_refused(chat: Chat) -> None:
+def test_context_without_room_for_a_message_is_refused(chat: Chat) -> None:
     for options, message in (
         (("-k", "many"), "-k is 'many'; expected a number of drafted tokens, auto, or auto:N"),
         (("-n", "0"), "-n is 0"),

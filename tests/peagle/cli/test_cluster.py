@@ -57,7 +57,7 @@ def test_replicas_are_told_where_a_repository_lies_and_clients_its_name(cached_t
     )  # fmt: skip
 
 
-def test_what_cannot_be_served_is_refused_before_anything_starts(
+def test_impossible_fleet_is_refused_before_it_starts(
     directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = ("--target", str(directories.target))

@@ -94,7 +94,7 @@ def test_minus_infinity_is_a_logit() -> None:
         assert decode(engine(counting(bad), None, 0), [request(6, budget=4, sampling=sampling)])[0] == [[7, 3, 4, 5]]
 
 
-def test_what_nobody_reads_may_be_anything() -> None:
+def test_unread_values_may_be_anything() -> None:
     """Rows that are done, whose last token is the bad one, slots without a request, and the token that warming up is
     done with."""
     table = np.asarray(counting().table).copy()
@@ -107,7 +107,7 @@ def test_what_nobody_reads_may_be_anything() -> None:
 
 
 @pytest.mark.parametrize("ending", ["stop", "length"])
-def test_what_lies_behind_an_end_inside_the_run_may_be_anything(ending: str) -> None:
+def test_values_past_an_end_inside_the_run_may_be_anything(ending: str) -> None:
     """Plain decoding ends there and never sees it; so does a step whose drafts are right up to it."""
     rights = Scripted(jnp.arange(64, dtype=jnp.int32)[None] + 4)  # the prompt's token stands at 0
     ended = Request((4,), BUDGET, stop_token_ids=(BAD,)) if ending == "stop" else Request((4,), 3)

@@ -159,7 +159,7 @@ REFUSED: list[tuple[str, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("typed", "line", "command"), REFUSED)
-def test_what_cannot_be_read_is_refused_in_a_line(
+def test_unreadable_config_file_is_refused_in_one_line(
     typed: str, line: str, command: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = "" if command is None else f" (peagle {command} --help shows the usage)".replace("  ", " ")
@@ -188,7 +188,7 @@ def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: p
     assert "Of several commands." not in text
 
 
-def test_what_differs_from_its_default_was_given() -> None:
+def test_changed_options_differ_from_their_defaults() -> None:
     changed = changed_options(Paint(where="door", colour=Colour(red=2, names=("a",))))
     assert [option.name for option in changed] == ["where", "names"]
 

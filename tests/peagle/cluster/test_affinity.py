@@ -25,7 +25,7 @@ def test_half_of_a_prompt_must_be_known_and_a_replica_that_is_gone_does_not_coun
     assert affinity.prefer(TURN, {"b": 0}) is None
 
 
-def test_what_is_known_does_not_count_where_far_more_is_open() -> None:
+def test_cached_tokens_do_not_count_on_a_crowded_replica() -> None:
     affinity = Affinity[str]()
     affinity.note(TURN, "a")
     assert affinity.prefer(TURN, {"a": 5, "b": 2}) == "a"

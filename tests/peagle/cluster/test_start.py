@@ -125,7 +125,7 @@ def test_a_fleet_that_cannot_be_started_is_one_line_and_is_ended(monkeypatch: py
     assert done[-2:] == ["serve.delete peagle", "ray.shutdown"]
 
 
-def test_what_is_stopped_early_starts_nothing_and_the_second_time_waits_for_nothing(
+def test_early_stop_starts_nothing_and_a_second_one_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch, done: Done
 ) -> None:
     from peagle.cluster import start

@@ -92,7 +92,7 @@ def many_rows() -> tuple[np.ndarray, RowSampling]:
     return np.array([width for width, _ in pairs], np.int32), rows_of([sampling for _, sampling in pairs])
 
 
-def test_what_lies_behind_the_width_decides_nothing() -> None:
+def test_drafts_past_the_width_decide_nothing() -> None:
     """Drafts from the width on, and logits and keys of later rows."""
     widths, sampling = many_rows()
     rows, index = len(widths), np.arange(K + 1)

@@ -95,7 +95,7 @@ def test_a_row_that_asks_for_nothing_keeps_its_bits() -> None:
     np.testing.assert_array_equal(np.asarray(adjusted).view(np.int32), logits.view(np.int32))
 
 
-def test_what_is_masked_never_comes_and_the_rest_keeps_its_bits() -> None:
+def test_masked_tokens_never_come_and_others_keep_their_bits() -> None:
     rng = np.random.default_rng(0)
     logits, may = rng.normal(0, 3, (2, 4, V)).astype(np.float32), rng.random((2, 4, V)) < 0.5
     rows, stops = Adjustments.none(2, V), np.full((2, 1), -2, np.int32)

@@ -66,7 +66,7 @@ def test_blocks_are_of_128_and_of_at_most_2048_rows() -> None:
         ({"ffn_blocks": 0}, "ffn_blocks is 0; .*: 1, 2, 3, 4, 6, 8, 12, 16"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+def test_impossible_blocks_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         ResolvedConfig(context=CAPACITY, prefill="blocked", **options)
 

@@ -577,7 +577,7 @@ def test_adaptive_steps_verify_the_sure_drafts_of_synthetic_acceptance(target, r
     assert accepted_frac[True] > accepted_frac[False] + 0.1, accepted_frac
 
 
-def test_what_drafting_costs_is_measured_once_for_each_number_of_rows(target, plain) -> None:
+def test_cost_of_drafting_is_measured_once_per_number_of_rows(target, plain) -> None:
     engine = Engine(target, NGram(), config(3, slots=2, adaptive=True))
     assert engine.costs is None
     engine.warm_up()

@@ -538,7 +538,7 @@ PATHS = {
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("name", PATHS)
-def test_what_a_draft_leads_to_is_nothing_to_the_request(vocabulary: Vocabulary, name: str, k: int) -> None:
+def test_drafts_do_not_change_the_grammar_of_a_request(vocabulary: Vocabulary, name: str, k: int) -> None:
     """Every K gives the tokens and the error of K = 0."""
     choices, script, expected = PATHS[name]
     a, b, c = map(SPELLED.index, "abc")

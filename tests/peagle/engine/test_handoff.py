@@ -243,7 +243,7 @@ def with_tensor(message: HandOff, name: str, change: Callable[[np.ndarray], np.n
     return dataclasses.replace(message, tensors={**message.tensors, name: change(message.tensors[name])})
 
 
-def test_what_does_not_fit_is_refused_by_name(pair: Models, sent: HandOff) -> None:
+def test_hand_off_that_does_not_fit_is_refused_by_name(pair: Models, sent: HandOff) -> None:
     request, decoder = request_of(45), engine_of(pair, role="decode")
     without_drafter = prefill(engine_of(pair, 0, role="prefill"), request)[1]
     other_prompt = (*TOKENS[:44], (TOKENS[44] + 1) % TARGET.vocab_size)

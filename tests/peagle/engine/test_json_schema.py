@@ -69,7 +69,7 @@ def test_a_keyword_that_constrains_nothing_is_taken_and_the_others_hold(
     assert single_bytes.compile(grammar).left_out == ()
 
 
-def test_what_pydantic_writes_of_its_types_is_taken(single_bytes: Vocabulary) -> None:
+def test_schemas_that_pydantic_writes_are_accepted(single_bytes: Vocabulary) -> None:
     class Types(pydantic.BaseModel):
         path: pathlib.Path
         secret: pydantic.SecretStr
@@ -136,7 +136,7 @@ def test_a_keyword_that_cannot_be_enforced_is_named_with_its_path_or_left_out(
         ({"uniqueItems": True}, "uniqueItems"),
     ],
 )
-def test_what_is_left_out_is_told_with_the_reason(single_bytes: Vocabulary, schema: Any, lost: str) -> None:
+def test_dropped_keyword_is_reported_with_its_reason(single_bytes: Vocabulary, schema: Any, lost: str) -> None:
     grammar = Grammar.json_schema({**schema, "title": lost}, strict=False)  # each has a text of its own
     assert single_bytes.compile(grammar).left_out == (lost,)
 

@@ -248,7 +248,7 @@ def opened(pool: PagePool, tokens: list[int], groups: tuple[int, ...] = (FULL, S
     return table
 
 
-def test_what_a_second_turn_finds() -> None:
+def test_second_turn_finds_the_pages_of_the_first() -> None:
     pool = PagePool(GROUPS, SIZE)
     first = opened(pool, list(range(18)))
     pool.trim(first, [18, 18, 18])

@@ -51,7 +51,7 @@ def test_a_rows_distribution_is_the_one_it_has_alone() -> None:
         np.testing.assert_array_equal(alone[0], together[row], str(sampling))
 
 
-def test_what_ties_with_the_last_stays() -> None:
+def test_ties_with_the_last_kept_token_are_kept() -> None:
     logits = np.array([3.0, -0.0, 0.0, 0.0, -1.0, -np.inf], np.float32)
     cases = [
         *(SamplingParams(1.0, top_k=2), SamplingParams(1.0, top_p=0.9), SamplingParams(1.0, top_p=0.5)),
@@ -91,7 +91,7 @@ CORNERS = [
     )
 )
 @example(np.array(EXTREMES, np.float32))
-def test_all_that_may_be_asked_for_gives_probabilities(logits: np.ndarray) -> None:
+def test_every_sampling_option_yields_a_distribution(logits: np.ndarray) -> None:
     """They are finite, sum to 1, and the largest logit has the largest.
 
     For any finite logits, or -inf beside a finite one, and for all allowed temperature, top-k, top-p and min-p.

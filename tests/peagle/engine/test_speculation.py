@@ -20,7 +20,7 @@ from peagle.ops.errors import InputError
 COUNTS = tuple(tuple(tuple((float(n + k), float(n)) for n in range(NUM_BINS)) for k in range(2)) for _ in range(2))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_speculation_is_read_back(tmp_path: Path) -> None:
     assert read_speculation(tmp_path) == Speculation(DEFAULT_DRAFTS, None)
     write_speculation(
         speculation_file(tmp_path), Speculation(4, COUNTS), drafter_window=64, measured={"target": "demo"}

@@ -223,7 +223,7 @@ def test_loop_share_by_hand() -> None:
     assert pooled_loop_share([]) is None
 
 
-def test_what_cannot_be_said_is_shown_as_a_dash() -> None:
+def test_missing_figure_is_shown_as_a_dash() -> None:
     assert [figure_text(value, ".2f") for value in (None, 0.0, 2.345)] == ["-", "0.00", "2.35"]
 
 

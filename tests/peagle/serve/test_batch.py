@@ -354,7 +354,7 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(
     assert len(read(out)) == len(lines)
 
 
-def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_impossible_batch_is_refused_in_one_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(line("0"))
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
     source, pipe = str(tmp_path / "in.jsonl"), str(tmp_path / "pipe")

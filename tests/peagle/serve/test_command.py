@@ -244,7 +244,7 @@ def test_after_the_engine_failed_the_command_ends_with_code_1(
     assert "peagle: error: the engine failed: the device is gone" in capfd.readouterr().err
 
 
-def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_impossible_server_is_refused_in_one_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with listen("127.0.0.1", 0) as taken:  # by a server that loads its model
         table = (

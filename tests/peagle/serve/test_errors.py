@@ -337,7 +337,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", TOGETHER)
-def test_what_clients_send_together_is_taken_and_neutral_values_ask_for_nothing(client: TestClient, path: str) -> None:
+def test_neutral_values_of_clients_are_accepted_together(client: TestClient, path: str) -> None:
     fields = {"prompt_cache_key": "a", "safety_identifier": "b", "user": "c", **TOGETHER[path]}
     assert client.post(path, json={**GOOD[path], **fields}).status_code == 200
 

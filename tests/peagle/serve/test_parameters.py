@@ -363,7 +363,7 @@ def test_a_first_token_that_is_not_in_the_text_has_no_length(tokenizer: ByteLeve
 
 
 @pytest.mark.parametrize("kind", [ChatFormatter, CompletionFormatter])
-def test_what_a_reply_says_of_tokens_is_written_before_its_end(
+def test_token_details_precede_the_end_of_a_reply(
     tokenizer: ByteLevelTokenizer, alone: Pair, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """At the end others would wait for it. A number that is not finite is null; tokens of one text count once."""

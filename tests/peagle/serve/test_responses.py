@@ -296,7 +296,7 @@ def test_a_tool_of_a_namespace_is_called_by_both_names(saying: Making, prompt: P
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, about its own items
-def test_what_the_client_parsed_comes_back(saying: Making) -> None:
+def test_parsed_output_is_accepted_as_input(saying: Making) -> None:
     """Calls that it read, whole and in a stream, and texts."""
 
     class Where(pydantic.BaseModel):
@@ -471,7 +471,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "part"), REFUSED)
-def test_what_cannot_be_is_refused_by_name(agent: TestClient, fields: dict[str, Any], field: str, part: str) -> None:
+def test_impossible_body_is_refused_by_field(agent: TestClient, fields: dict[str, Any], field: str, part: str) -> None:
     error = error_of(agent.post(RESPONSES, json={**BODY, **fields}))
     assert error["param"] == field
     assert part in error["message"]

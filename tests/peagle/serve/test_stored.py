@@ -110,7 +110,7 @@ def test_a_history_that_is_not_complete_is_refused_by_the_id_of_its_item(saying:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_what_is_not_kept_is_refused_with_the_cure(saying: Making, keeps: bool) -> None:
+def test_missing_response_is_refused_with_the_cure(saying: Making, keeps: bool) -> None:
     """Never by leaving it out, for then the model would not know the history."""
     client = client_of(saying(responses=store(cure="raise --most") if keeps else ResponseStore()))
     cure = ", or raise --most" if keeps else ""
@@ -202,7 +202,7 @@ def test_pages_of_a_response_whose_items_come_again_end_and_have_all_of_them(say
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_is_kept_is_what_was_sent(saying: Making, streamed: bool) -> None:
+def test_kept_response_equals_the_reply(saying: Making, streamed: bool) -> None:
     """Also of an answer that the limit cut, with a custom tool."""
     body = {**BODY, "max_output_tokens": 12, "tools": [{"type": "custom", "name": "patch"}], "metadata": {"a": "b"}}
     client = client_of(saying((body, SAYS), responses=store()))

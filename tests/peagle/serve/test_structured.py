@@ -118,7 +118,7 @@ def test_streams_choices_and_log_probabilities_keep_their_meaning(client: TestCl
 LACKING = {"enum": ["yes", "no"], "if": {"const": "no"}, "then": False}  # a keyword that cannot be enforced
 
 
-def test_what_cannot_be_enforced_is_left_out_and_logged_unless_strict(
+def test_unsupported_keyword_is_dropped_and_logged_unless_strict(
     make: Any, alone: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = client_of(make(log=logging.getLogger("notes")))
@@ -159,7 +159,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message", "param"), BAD)
-def test_what_cannot_be_is_an_error_object(
+def test_impossible_schema_is_an_error_object(
     client: TestClient, fields: dict[str, Any], message: str, param: str
 ) -> None:
     for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "hello"})):

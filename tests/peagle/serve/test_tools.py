@@ -303,7 +303,7 @@ def test_the_example_in_the_help_calls_a_tool_and_answers_from_its_result(saying
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, about its own message
-def test_what_the_client_parsed_comes_back(saying: Making) -> None:
+def test_parsed_calls_are_accepted_as_input(saying: Making) -> None:
     """A message of openai's `parse`, with what it read of the arguments, is part of the next chat."""
 
     class Where(pydantic.BaseModel):
@@ -494,7 +494,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "part"), REFUSED)
-def test_what_cannot_be_is_refused_by_name(agent: TestClient, fields: dict[str, Any], field: str, part: str) -> None:
+def test_impossible_tools_are_refused_by_field(
+    agent: TestClient, fields: dict[str, Any], field: str, part: str
+) -> None:
     error = error_of(agent.post(CHAT, json={**BODY, **fields}))
     assert error["param"] == field
     assert part in error["message"]

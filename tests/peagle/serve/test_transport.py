@@ -154,7 +154,7 @@ def test_a_stream_that_nobody_reads_ends_its_requests_and_says_why(make: Make) -
     assert 'finished_reason="abort",model_name="toy"} 2.0' in service.metrics.text().decode()
 
 
-def test_what_waits_for_a_client_is_counted_until_it_is_read_or_the_client_leaves() -> None:
+def test_unsent_bytes_are_counted_until_read_or_abandoned() -> None:
     async def events() -> AsyncGenerator[str, None]:
         for event in ("data: é\n\n", "data: b\n\n"):
             yield event

@@ -401,7 +401,7 @@ def test_a_name_and_a_category_are_fit_for_a_report(tmp_path: Path) -> None:
     assert prompts.skipped == (Skipped(2, f"{path} line 2 is empty; expected some text"),)
 
 
-def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp_path: Path) -> None:
+def test_rows_that_the_template_refuses_are_left_out(directories: Directories, tmp_path: Path) -> None:
     template = (
         "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "{{ message.content }}{% endfor %}"

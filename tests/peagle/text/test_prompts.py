@@ -17,7 +17,7 @@ def test_ids_are_read_as_typed() -> None:
 
 
 @pytest.mark.parametrize("typed", ["", "  ", "1,,2", "1,a", "1.5", "1_000", "٣", "1 2", "9" * 5000, "+1"])
-def test_what_is_no_list_of_ids_is_refused(typed: str) -> None:
+def test_malformed_list_of_ids_is_refused(typed: str) -> None:
     with pytest.raises(InputError):
         parse_ids(typed)
 
@@ -94,7 +94,7 @@ def test_options_that_the_template_does_not_show_are_named(
     assert rendering.without_effect(load_tokenizer(tmp_path)) == idle
 
 
-def test_what_only_a_template_can_do_is_refused_without_it(tokenizer: ByteLevelTokenizer) -> None:
+def test_features_of_a_template_are_refused_without_one(tokenizer: ByteLevelTokenizer) -> None:
     with pytest.raises(InputError, match="2 turns"):
         Conversation("it", turns=("a", "b")).encode([], tokenizer, Rendering(raw=True))
     with pytest.raises(InputError, match="a system text"):

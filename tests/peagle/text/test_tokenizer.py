@@ -313,9 +313,7 @@ TOOLS = """\
 """
 
 
-def test_what_a_template_puts_together_or_writes_as_json_is_characters_too(
-    directories: Directories, tmp_path: Path
-) -> None:
+def test_text_that_a_template_joins_or_writes_as_json_stays_text(directories: Directories, tmp_path: Path) -> None:
     template = TOOLS.replace("{%- for", "{%- set calls = namespace(name='') -%}{%- for", 1)
     template = template.replace("{%- set calls = namespace(name=message", "{%- set calls.name = (message")
     copy_tokenizer(directories.target, tmp_path, template)

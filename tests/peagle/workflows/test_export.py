@@ -102,7 +102,7 @@ def test_positions_are_written_always(export: Export, directories: Directories, 
 
 
 @pytest.mark.parametrize("draft_vocab_size", [DRAFTER.vocab_size, 45])
-def test_what_a_drafter_shares_is_taken_from_the_target(
+def test_shared_tensors_are_exported_from_the_target(
     export: Export, directories: Directories, tmp_path: Path, draft_vocab_size: int
 ) -> None:
     source = write(tmp_path / "drafter", hidden_size=TARGET.hidden_size, draft_vocab_size=draft_vocab_size)
@@ -146,7 +146,7 @@ def test_taps_are_sorted_and_that_is_said(export: Export, tmp_path: Path) -> Non
         ({}, (), "its width is 40, expected the target's 64"),
     ],
 )
-def test_what_others_cannot_load_is_said(
+def test_export_warns_of_what_others_cannot_load(
     export: Export, tmp_path: Path, dialect: str, changes: dict[str, Any], refused: tuple[str, ...], says: str
 ) -> None:
     """Refused if nobody could load it in that dialect, else told beside who does, and in the card."""

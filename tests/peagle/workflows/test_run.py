@@ -242,7 +242,7 @@ def test_measuring_what_drafting_costs_compiles_nothing(
     assert before == after
 
 
-def test_what_a_dispatch_gives_comes_at_once(tokenizer: Tokenizer) -> None:
+def test_tokens_of_a_dispatch_are_observed_at_once(tokenizer: Tokenizer) -> None:
     """The tokens of a dispatch have one time, and are those of single steps."""
     config = dataclasses.replace(CONFIG, baseline=False)
     single, several = (
@@ -343,9 +343,7 @@ def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
         ([5], with_engine(context=MAX_POSITIONS + 1), f"2..{MAX_POSITIONS}"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_runs(
-    toy: Pair, prompt: list[int], config: RunConfig, says: str
-) -> None:
+def test_impossible_run_is_refused_before_any_work(toy: Pair, prompt: list[int], config: RunConfig, says: str) -> None:
     watcher = Watcher()
     with pytest.raises(InputError) as caught:
         run(toy, [from_ids([50]), from_ids(prompt)], config, watcher)
