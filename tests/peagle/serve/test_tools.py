@@ -494,7 +494,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "part"), REFUSED)
-def test_impossible_tools_are_refused_by_field(
+def test_bad_tools_are_refused_by_field(
     agent: TestClient, fields: dict[str, Any], field: str, part: str
 ) -> None:
     error = error_of(agent.post(CHAT, json={**BODY, **fields}))
