@@ -494,9 +494,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "part"), REFUSED)
-def test_bad_tools_are_refused_by_field(
-    agent: TestClient, fields: dict[str, Any], field: str, part: str
-) -> None:
+def test_bad_tools_are_refused_by_field(agent: TestClient, fields: dict[str, Any], field: str, part: str) -> None:
     error = error_of(agent.post(CHAT, json={**BODY, **fields}))
     assert error["param"] == field
     assert part in error["message"]
