@@ -69,24 +69,30 @@ def keep_back(
     """Split the documents of each part into (trained, held out), so that no held-out prompt is trained on.
 
     parts: (documents, the most tokens to hold out). Documents that belong together (`related`) are all held out, in
-    every part, or none is: at most `frac` of the groups of a part, and no group that is most of it.
+    every part, or none is: at most `frac` of the groups of a part, and no group that is most of it. Every part keeps
+    documents to train on.
     """
     groups = iter(related([document for documents, _ in parts for document in documents]))
     numbered = [[(next(groups), document) for document in documents] for documents, _ in parts]
-    sizes = [Counter(number for number, _ in part) for part in numbered]
+    sizes = [Counter(number for number, document in part if document.trained.any()) for part in numbered]
     most_of_a_part = {number for size in sizes for number in size if 2 * size[number] > size.total()}
+    left = [int(frac * len(size)) for size in sizes]  # groups that each part may still lose
     held: set[int] = set()
     for part, size, (_, most) in zip(numbered, sizes, parts, strict=True):
         tokens = Counter[int]()
         for number, document in part:
             tokens[number] += len(document.token_ids)
-        own, order = held & size.keys(), np.random.default_rng((seed, 2)).permutation(list(size)).tolist()
-        for number in (number for number in order if number not in held | most_of_a_part):
-            total = sum(tokens[other] for other in own) + tokens[number]
-            if len(own) >= int(frac * len(size)) or (own and total > most):
+        total = sum(tokens[number] for number in held)
+        for number in np.random.default_rng((seed, 2)).permutation(list(size)).tolist():
+            having = [index for index, other in enumerate(sizes) if number in other]
+            if number in held or number in most_of_a_part or not all(left[index] for index in having):
+                continue
+            if total and total + tokens[number] > most:
                 break
-            own.add(number)
-        held |= own
+            held.add(number)
+            total += tokens[number]
+            for index in having:
+                left[index] -= 1
     return [
         ([document for number, document in part if number not in held], [d for number, d in part if number in held])
         for part in numbered

@@ -154,9 +154,9 @@ class Trainer:
         state, first = self.begin(initial), checkpoints.latest_step() or 0
         if checkpoints.latest_step() is not None:
             state = self._read(checkpoints, first, jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-        evaluated, pace = self._keep_log_until(first), StepTimer()
+        started, done, ends, pace = time.monotonic(), first, self._ends(first), StepTimer()
+        evaluated = self._keep_log_until(first, goes_on=not ends)
         self._expect_best(checkpoints)
-        started, done, ends = time.monotonic(), first, self._ends(first)
         if ends:
             state = self._best(checkpoints, done, state, initial)
         elif self.measure_start and not first:
@@ -403,13 +403,15 @@ class Trainer:
             file.write(dumps(line) + "\n")
         self.watch(line)
 
-    def _keep_log_until(self, step: int) -> bool:
+    def _keep_log_until(self, step: int, goes_on: bool) -> bool:
         """Cut the log after the step to continue from; return whether the log holds that step's evaluation.
 
-        A training that begins anew, at step 0, measures its start again.
+        A training that begins anew, at step 0, measures its start again. One that goes on drops the measurement of its
+        stop: an uninterrupted one has none, and if it were the best, the checkpoint of the best before would go.
         """
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if step and path.exists() else []
+        kept = [line for line in kept if not (goes_on and line.get("stopped", False))]
         text = "".join(dumps(line) + "\n" for line in kept)
         write_text_whole(path, text)
         return any(line["step"] == step and EVALUATION in line for line in kept)

@@ -21,7 +21,7 @@ import pytest
 import drafter.train.trainer
 from drafter.params import DrafterParams, init_params
 from drafter.train.batches import DocumentSource, RowBatches, pack
-from drafter.train.folder import CHECKPOINTS, LOG, read_log, steps_done
+from drafter.train.folder import CHECKPOINTS, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import HeldOut
 from drafter.train.recipe import rate_schedule
 from drafter.train.trainer import StepTimer, Trainer, TrainingStopped
@@ -241,6 +241,28 @@ def test_stopped_anywhere_it_keeps_the_step_that_it_would_have_kept(
         assert same(stopped, straight_params) == (stop > 3)
     assert same(watched(out).run(initial()), straight_params)
     assert {step: loss for step, loss in held_out_losses(out).items() if step % 2 == 0} == held_out_losses(straight_out)
+
+
+def test_a_stop_that_was_the_best_does_not_displace_the_best_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints that are no measurements come between: it goes on, and step 3 is the result."""
+    out, scores = tmp_path / "run", {3: 2.0, 6: 1.5, 7: 2.5, 9: 1.6, 12: 1.7}
+    measure = Trainer._measure
+
+    def measured(self: Trainer, done: int, *rest: Any) -> None:
+        figures = {"loss": 1.0, "hits_by_depth": [0.5], "rows_by_depth": [1], "score": scores[done]}
+        monkeypatch.setattr(Trainer, "held_out_figures", lambda *_: figures)
+        measure(self, done, *rest)
+
+    monkeypatch.setattr(Trainer, "_measure", measured)
+    stops = iter([False] * 7 + [True])
+    dataclasses.replace(watched(out, should_stop=lambda: next(stops)), held_out_every=3).run(initial())
+    dataclasses.replace(watched(out, should_stop=lambda: True), held_out_every=3).run(initial())
+    assert best_held_out(read_log(out / LOG))["step"] == 7
+    dataclasses.replace(watched(out), held_out_every=3).run(initial())
+    assert best_held_out(read_log(out / LOG))["step"] == 3
+    assert {int(path.name) for path in (out / CHECKPOINTS).iterdir()} >= {3, 12}
 
 
 @pytest.mark.parametrize(("trained", "rate", "kept"), [(True, 10.0, True), (False, 0.02, False)])
