@@ -102,7 +102,8 @@ def keep_back(
 def related(documents: Sequence[Document]) -> list[int]:
     """Number the groups of documents that share a conversation, or whose prompt begins with the prompt of another.
 
-    Equal prompts do, and later turns, also where each turn is a row of its own in the file of prompts.
+    Equal prompts do, and later turns, also where each turn is a row of its own in the file of prompts. A document
+    without a prompt counts as one.
     """
     joined = list(range(len(documents)))
 
@@ -115,7 +116,10 @@ def related(documents: Sequence[Document]) -> list[int]:
     for index, document in enumerate(documents):
         if document.conversation != ALONE:
             joined[root(index)] = root(first.setdefault(document.conversation, index))
-    prompts = [document.prompt.astype(np.int32).tobytes() for document in documents]
+    prompts = [
+        (document.prompt if len(document.prompt) else document.token_ids).astype(np.int32).tobytes()
+        for document in documents
+    ]
     before: int | None = None  # the last prompt that begins another or itself
     for index in sorted(filter(prompts.__getitem__, range(len(documents))), key=prompts.__getitem__):
         if before is not None and prompts[index].startswith(prompts[before]):

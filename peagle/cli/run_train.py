@@ -216,7 +216,8 @@ def _recorded(settings: Train) -> dict[str, Any]:
     options = record(settings)
     options["data"] = [f"{folder.absolute()}:{share}" for folder, share in shares(settings.data)]
     for name in set(MOVABLE) - {"data"}:
-        if options[name] is not None and not options[name].lstrip("-").isdecimal():
+        count = name == "draft_vocab" and str(options[name]).isdecimal()  # of tokens
+        if options[name] is not None and not count:
             options[name] = from_anywhere(options[name])
     return options
 

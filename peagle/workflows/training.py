@@ -113,6 +113,8 @@ def record_recipe(
         known = {} if covered is None else {COVERAGE: dataclasses.asdict(covered)}
         _write_record(out, {**record, COMMAND: dict(command), **known, "provenance": provenance()})
         return
+    if missing := [part for part in (*record, COMMAND) if part not in begun]:
+        raise InputError(f"{out / RECIPE} has no {missing[0]}; expected what peagle train writes: take another --out")
     then, now = (
         {key: value for key, value in flat({part: values[part] for part in record}).items() if key != MAY_DIFFER}
         for values in (begun, record)
@@ -151,18 +153,17 @@ class Deadline:
 
     def __init__(self, minutes: float | None) -> None:
         self._seconds = math.inf if minutes is None else 60 * minutes
-        self._begun = False
         self._end: float | None = None
 
-    def over(self) -> bool:
-        """Test whether the time is over. Call it before each step."""
-        if not self._begun:
-            self._begun = True
-            return not self._seconds
-        now = time.monotonic()
+    def begin(self) -> None:
+        """Begin to count, after the first step. Later calls do nothing."""
         if self._end is None:
-            self._end = now + self._seconds
-        return now >= self._end
+            self._end = time.monotonic() + self._seconds
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left; all of them before `begin`."""
+        return self._seconds if self._end is None else max(0.0, self._end - time.monotonic())
 
     def outside(self, work: Callable[[DrafterParams], Figures]) -> Callable[[DrafterParams], Figures]:
         """Return the same work, whose time does not count."""

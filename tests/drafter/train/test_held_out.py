@@ -101,7 +101,9 @@ def test_a_part_of_prompts_of_another_keeps_some_to_train_on(frac: float) -> Non
         large = [document(index, 50, 60) for index in range(30)]
         small = [document(index, 50, 70) for index in (3, 7)]
         for parts in ([large, small], [small, large]):
-            for part, (trained, kept_back) in zip(parts, keep_back([(d, 1000) for d in parts], frac, seed), strict=True):
+            for part, (trained, kept_back) in zip(
+                parts, keep_back([(d, 1000) for d in parts], frac, seed), strict=True
+            ):
                 assert len(kept_back) <= frac * len(part)
                 assert trained
 
@@ -119,9 +121,11 @@ def test_one_prompt_for_all_is_held_out_by_none() -> None:
     assert split(documents, 0.5, 1000, seed=0) == (documents, [])
 
 
-def test_text_without_a_prompt_is_no_conversation() -> None:
-    documents = [document(5, 6, 7, prompt=0) for _ in range(20)]
-    assert len(split(documents, 0.1, 1000, seed=0)[1]) == 2
+def test_text_without_a_prompt_is_related_to_the_same_text() -> None:
+    documents = [document(5, 6, 7 + index // 2, prompt=0) for index in range(40)]
+    trained, kept_back = split(documents, 0.1, 1000, seed=0)
+    assert len(kept_back) == 4
+    assert {one.token_ids[2] for one in trained}.isdisjoint(one.token_ids[2] for one in kept_back)
 
 
 @pytest.mark.parametrize(("rows_per_step", "rows"), [(1, 32), (3, 33), (8, 32), (64, 64)])

@@ -237,10 +237,10 @@ def test_stopped_anywhere_it_keeps_the_step_that_it_would_have_kept(
     for stop in (3, 4, 7):
         stops = iter([False] * (stop - steps_done(out)) + [True])
         stopped = watched(out, should_stop=lambda stops=stops: next(stops)).run(initial())
-        assert best_of(held_out_losses(out)) == 3
+        assert list(held_out_losses(out))[-1] == stop
         assert same(stopped, straight_params) == (stop > 3)
     assert same(watched(out).run(initial()), straight_params)
-    assert {step: loss for step, loss in held_out_losses(out).items() if step % 2 == 0} == held_out_losses(straight_out)
+    assert held_out_losses(out) == held_out_losses(straight_out)
 
 
 def test_a_stop_that_was_the_best_does_not_displace_the_best_step(
@@ -286,7 +286,7 @@ def test_the_start_is_step_0_and_is_kept_if_no_step_is_better(
 
     training(should_stop=lambda: next(stops)).run(start)
     params = training().run(start)
-    assert list(held_out_losses(out)) == [0, 4, 5, 8, 12]
+    assert list(held_out_losses(out)) == [0, 4, 8, 12]
     assert steps_of(out, "evaluation") == [0, 5, 12]
     assert same(evaluated[0], start)
     assert same(evaluated[-1], params)
