@@ -9,7 +9,8 @@ from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
 LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
-EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of log lines that are not steps
+# keys of log lines that are not steps; an evaluation at the end is of the best step, which it names
+EVALUATION, HELD_OUT = "evaluation", "held_out"
 COMMAND = "command"  # key of recipe.json: the options, with absolute paths
 MOVABLE = ("target", "data", "init", "draft_vocab", "evaluate")  # its options that name files, which may move
 SIZES = "sizes.json"  # sizes of a checkpoint's files

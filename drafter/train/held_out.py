@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -105,25 +105,33 @@ def related(documents: Sequence[Document]) -> list[int]:
     Equal prompts do, and later turns, also where each turn is a row of its own in the file of prompts. A document
     without a prompt counts as one.
     """
-    joined = list(range(len(documents)))
+    prompts = [
+        (document.prompt if len(document.prompt) else document.token_ids).astype(np.int32).tobytes()
+        for document in documents
+    ]
+    return groups_of(prompts, [None if one.conversation == ALONE else one.conversation for one in documents])
+
+
+def groups_of(prompts: Sequence[bytes], conversations: Sequence[Hashable | None]) -> list[int]:
+    """Number the groups of items that share a conversation, or of which a prompt begins another, by an item of each.
+
+    An empty prompt and None join nothing.
+    """
+    joined = list(range(len(prompts)))
 
     def root(index: int) -> int:
         while joined[index] != index:
             joined[index] = index = joined[joined[index]]
         return index
 
-    first: dict[int, int] = {}
-    for index, document in enumerate(documents):
-        if document.conversation != ALONE:
-            joined[root(index)] = root(first.setdefault(document.conversation, index))
-    prompts = [
-        (document.prompt if len(document.prompt) else document.token_ids).astype(np.int32).tobytes()
-        for document in documents
-    ]
+    first: dict[Hashable, int] = {}
+    for index, conversation in enumerate(conversations):
+        if conversation is not None:
+            joined[root(index)] = root(first.setdefault(conversation, index))
     before: int | None = None  # the last prompt that begins another or itself
-    for index in sorted(filter(prompts.__getitem__, range(len(documents))), key=prompts.__getitem__):
+    for index in sorted(filter(prompts.__getitem__, range(len(prompts))), key=prompts.__getitem__):
         if before is not None and prompts[index].startswith(prompts[before]):
             joined[root(index)] = root(before)
         else:
             before = index
-    return [root(index) for index in range(len(documents))]
+    return [root(index) for index in range(len(prompts))]

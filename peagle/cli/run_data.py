@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafter.train.held_out import groups_of
 from drafter.train.shards import (
     KEPT,
     NAME,
@@ -268,12 +269,12 @@ class _AnswerProgress:
 
 
 def _groups(conversations: Sequence[Conversation]) -> list[int]:
-    """Number the conversations; rows of one conversation have the number of the first."""
-    first: dict[str, int] = {}
-    return [
-        number if conversation.group is None else first.setdefault(conversation.group, number)
-        for number, conversation in enumerate(conversations)
-    ]
+    """Number the conversations; rows of one conversation have the same number.
+
+    Rows may be turns of one, whose common beginning a training does not see once prompts are cut.
+    """
+    prompts = [conversation.first_prompt for conversation in conversations]
+    return groups_of(prompts, [conversation.group for conversation in conversations])
 
 
 def _summary(checked: CheckedData, settings: Data, tally: Tally, seconds: float) -> list[str]:

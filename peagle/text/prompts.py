@@ -133,6 +133,14 @@ class Conversation:
             return 0
         return len(self.recorded.answers) - len(Recorded(self.history).answers)
 
+    @property
+    def first_prompt(self) -> bytes:
+        """What is asked first. It begins that of a row that is a later turn of the same conversation."""
+        if self.prompt_ids is not None:
+            return "".join(f"{token_id}," for token_id in self.prompt_ids).encode()
+        messages = [*self.history, *({"role": "user", "content": turn} for turn in self.turns[:1])]
+        return "".join(map(repr, (self.system, self.tools, *messages))).encode()
+
     def encode(self, answers: Sequence[str], tokenizer: Tokenizer | None, rendering: Rendering) -> tuple[int, ...]:
         """Encode the prompt of the turn that follows these answers.
 

@@ -1,12 +1,11 @@
-"""A training's recipe.json, the deadline of --minutes, and the steps that fit into it."""
+"""A training's recipe.json, and the steps that fit into --minutes."""
 
 import bisect
 import dataclasses
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from peagle.ops.files import holds_files, write_text_whole
 from peagle.ops.records import describe_difference, flat
 from peagle.ops.strict_json import dumps
 from peagle.workflows.training_data import shares
-
-Figures = Mapping[str, Any]  # of an evaluation
 
 SHORT_ROW = 512  # parts of a row are not shorter than this many tokens
 MEASURED_STEPS, LEAST_MEASURED = 12, 3  # steps to plan --minutes; the first compiles
@@ -146,37 +143,6 @@ def _option(key: str) -> str:
 
 def _write_record(out: Path, record: Mapping[str, Any]) -> None:
     write_text_whole(out / RECIPE, dumps(record, indent=1) + "\n")
-
-
-class Deadline:
-    """The end of --minutes of training. Neither the first step counts, which compiles, nor do evaluations."""
-
-    def __init__(self, minutes: float | None) -> None:
-        self._seconds = math.inf if minutes is None else 60 * minutes
-        self._end: float | None = None
-
-    def begin(self) -> None:
-        """Begin to count, after the first step. Later calls do nothing."""
-        if self._end is None:
-            self._end = time.monotonic() + self._seconds
-
-    @property
-    def left_s(self) -> float:
-        """The seconds that are left; all of them before `begin`."""
-        return self._seconds if self._end is None else max(0.0, self._end - time.monotonic())
-
-    def outside(self, work: Callable[[DrafterParams], Figures]) -> Callable[[DrafterParams], Figures]:
-        """Return the same work, whose time does not count."""
-
-        def uncounted(params: DrafterParams) -> Figures:
-            began = time.monotonic()
-            try:
-                return work(params)
-            finally:
-                if self._end is not None:
-                    self._end += time.monotonic() - began
-
-        return uncounted
 
 
 def held_out_every(steps: int) -> int:

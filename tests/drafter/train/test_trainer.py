@@ -24,7 +24,7 @@ from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.folder import CHECKPOINTS, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import HeldOut
 from drafter.train.recipe import rate_schedule
-from drafter.train.trainer import StepTimer, Trainer, TrainingStopped
+from drafter.train.trainer import Deadline, StepTimer, Trainer, TrainingStopped
 from peagle.ops.errors import InputError
 from tests.support.trainers import CONFIG, RECIPE, curve, document, initial, keep_programs, same, trainer
 
@@ -129,6 +129,17 @@ def test_the_rate_rises_stays_and_falls(steps: int, warmup: float, decay: float)
     with jax.numpy_dtype_promotion("standard"):
         rates = jax.vmap(rate_schedule(recipe, jnp.float32(steps), 0.5))(every)
         np.testing.assert_allclose(rates, jax.vmap(expected)(every), atol=1e-6)
+
+
+def test_the_time_left_is_at_most_that_of_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float | None] = []
+    monkeypatch.setattr(StepTimer, "left_s", lambda *_: 1e6)
+    trainer(
+        tmp_path / "run", deadline=Deadline(60.0), progress=lambda _, left_s: told.append(left_s),
+        should_stop=lambda: bool(told),
+    ).run(initial())  # fmt: skip
+    assert told[0] is not None
+    assert told[0] <= 3600
 
 
 def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +299,11 @@ def test_the_start_is_step_0_and_is_kept_if_no_step_is_better(
     params = training().run(start)
     assert list(held_out_losses(out)) == [0, 4, 8, 12]
     assert steps_of(out, "evaluation") == [0, 5, 12]
+    best = best_held_out(read_log(out / LOG))
+    measured = [line["evaluation"]["step"] for line in read_log(out / LOG) if "evaluation" in line]
+    assert measured[0] == 0
+    assert best is not None
+    assert measured[-1] == best["step"]
     assert same(evaluated[0], start)
     assert same(evaluated[-1], params)
     assert same(params, start) == kept
