@@ -9,7 +9,8 @@ from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
 LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
-EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of log lines that are not steps
+# keys of log lines that are not steps; an evaluation at the end is of the best step, which it names
+EVALUATION, HELD_OUT = "evaluation", "held_out"
 COMMAND = "command"  # key of recipe.json: the options, with absolute paths
 MOVABLE = ("target", "data", "init", "draft_vocab", "evaluate")  # its options that name files, which may move
 SIZES = "sizes.json"  # sizes of a checkpoint's files
@@ -28,19 +29,12 @@ def best_held_out(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the log line of the step that is best on the held-out documents; None if there is none.
 
     The best step has the highest score (drafter/train/held_out.py); of equal scores the lowest loss. Lines of other
-    documents than the newest line's do not count, nor lines of an earlier stop, which an uninterrupted training would
-    not have.
+    documents than the newest line's do not count.
     """
     lines = [line for line in log if HELD_OUT in line]
     if not lines:
         return None
-    newest = lines[-1]
-    comparable = [
-        line
-        for line in lines
-        if line[HELD_OUT]["documents"] == newest[HELD_OUT]["documents"]
-        and (line is newest or not line.get("stopped", False))
-    ]
+    comparable = [line for line in lines if line[HELD_OUT]["documents"] == lines[-1][HELD_OUT]["documents"]]
     return max(comparable, key=lambda line: (line[HELD_OUT]["score"], -line[HELD_OUT]["loss"]))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -69,24 +69,30 @@ def keep_back(
     """Split the documents of each part into (trained, held out), so that no held-out prompt is trained on.
 
     parts: (documents, the most tokens to hold out). Documents that belong together (`related`) are all held out, in
-    every part, or none is: at most `frac` of the groups of a part, and no group that is most of it.
+    every part, or none is: at most `frac` of the groups of a part, and no group that is most of it. Every part keeps
+    documents to train on.
     """
     groups = iter(related([document for documents, _ in parts for document in documents]))
     numbered = [[(next(groups), document) for document in documents] for documents, _ in parts]
-    sizes = [Counter(number for number, _ in part) for part in numbered]
+    sizes = [Counter(number for number, document in part if document.trained.any()) for part in numbered]
     most_of_a_part = {number for size in sizes for number in size if 2 * size[number] > size.total()}
+    left = [int(frac * len(size)) for size in sizes]  # groups that each part may still lose
     held: set[int] = set()
     for part, size, (_, most) in zip(numbered, sizes, parts, strict=True):
         tokens = Counter[int]()
         for number, document in part:
             tokens[number] += len(document.token_ids)
-        own, order = held & size.keys(), np.random.default_rng((seed, 2)).permutation(list(size)).tolist()
-        for number in (number for number in order if number not in held | most_of_a_part):
-            total = sum(tokens[other] for other in own) + tokens[number]
-            if len(own) >= int(frac * len(size)) or (own and total > most):
+        total = sum(tokens[number] for number in held)
+        for number in np.random.default_rng((seed, 2)).permutation(list(size)).tolist():
+            having = [index for index, other in enumerate(sizes) if number in other]
+            if number in held or number in most_of_a_part or not all(left[index] for index in having):
+                continue
+            if total and total + tokens[number] > most:
                 break
-            own.add(number)
-        held |= own
+            held.add(number)
+            total += tokens[number]
+            for index in having:
+                left[index] -= 1
     return [
         ([document for number, document in part if number not in held], [d for number, d in part if number in held])
         for part in numbered
@@ -96,24 +102,36 @@ def keep_back(
 def related(documents: Sequence[Document]) -> list[int]:
     """Number the groups of documents that share a conversation, or whose prompt begins with the prompt of another.
 
-    Equal prompts do, and later turns, also where each turn is a row of its own in the file of prompts.
+    Equal prompts do, and later turns, also where each turn is a row of its own in the file of prompts. A document
+    without a prompt counts as one.
     """
-    joined = list(range(len(documents)))
+    prompts = [
+        (document.prompt if len(document.prompt) else document.token_ids).astype(np.int32).tobytes()
+        for document in documents
+    ]
+    return groups_of(prompts, [None if one.conversation == ALONE else one.conversation for one in documents])
+
+
+def groups_of(prompts: Sequence[bytes], conversations: Sequence[Hashable | None]) -> list[int]:
+    """Number the groups of items that share a conversation, or of which a prompt begins another, by an item of each.
+
+    An empty prompt and None join nothing.
+    """
+    joined = list(range(len(prompts)))
 
     def root(index: int) -> int:
         while joined[index] != index:
             joined[index] = index = joined[joined[index]]
         return index
 
-    first: dict[int, int] = {}
-    for index, document in enumerate(documents):
-        if document.conversation != ALONE:
-            joined[root(index)] = root(first.setdefault(document.conversation, index))
-    prompts = [document.prompt.astype(np.int32).tobytes() for document in documents]
+    first: dict[Hashable, int] = {}
+    for index, conversation in enumerate(conversations):
+        if conversation is not None:
+            joined[root(index)] = root(first.setdefault(conversation, index))
     before: int | None = None  # the last prompt that begins another or itself
-    for index in sorted(filter(prompts.__getitem__, range(len(documents))), key=prompts.__getitem__):
+    for index in sorted(filter(prompts.__getitem__, range(len(prompts))), key=prompts.__getitem__):
         if before is not None and prompts[index].startswith(prompts[before]):
             joined[root(index)] = root(before)
         else:
             before = index
-    return [root(index) for index in range(len(documents))]
+    return [root(index) for index in range(len(prompts))]

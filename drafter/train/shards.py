@@ -35,7 +35,13 @@ from peagle.ops.strict_json import dumps
 
 MANIFEST = "manifest.json"
 # manifest keys whose options have another name
-OPTIONS = {"prompts": "--prompt-file", "weights": "--target", "max_new_tokens": "-n", "raw": "--raw-prompt"}
+OPTIONS = {
+    "prompts": "--prompt-file",
+    "weights": "--target",
+    "template": "--target",
+    "max_new_tokens": "-n",
+    "raw": "--raw-prompt",
+}
 SCHEMA = 2
 # keys of the manifest
 NAME = "target"  # the target's path as typed

@@ -86,6 +86,29 @@ class StepTimer:
         return steps * self.step_s + sum(count * self._pauses.get(kind, 0.0) for kind, count in between.items())
 
 
+class Deadline:
+    """The end of some minutes of training. Neither the first step counts, which compiles, nor do evaluations."""
+
+    def __init__(self, minutes: float | None = None) -> None:
+        self._seconds = math.inf if minutes is None else 60 * minutes
+        self._end: float | None = None
+
+    def begin(self) -> None:
+        """Begin to count, after the first step. Later calls do nothing."""
+        if self._end is None:
+            self._end = time.monotonic() + self._seconds
+
+    def paused(self, seconds: float) -> None:
+        """Leave out seconds that have passed; those before `begin` do not count anyway."""
+        if self._end is not None:
+            self._end += seconds
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left; all of them before `begin`."""
+        return self._seconds if self._end is None else max(0.0, self._end - time.monotonic())
+
+
 class TrainingStopped(RuntimeError):
     """Training cannot continue: the loss is not finite, or the disk is full. The message names the last good step."""
 
@@ -102,7 +125,7 @@ class Trainer:
     One of them may be elapsed_s, its seconds without compilation.
     watch: called with every line of the log. progress: called after every step with (steps done, seconds left or None).
     should_stop: called before the first step and after each; True ends the training as its last step would, and so
-    does a KeyboardInterrupt of `evaluate` after a step.
+    does the deadline, or a KeyboardInterrupt of `evaluate` after a step.
     """
 
     out: Path
@@ -122,6 +145,7 @@ class Trainer:
     watch: Callable[[Mapping[str, Any]], None] = lambda _: None
     progress: Callable[[int, float | None], None] = lambda *_: None
     should_stop: Callable[[], bool] = lambda: False
+    deadline: Deadline = dataclasses.field(default_factory=Deadline)
     devices: int | None = None  # that share the rows of a step; None: as many as divide them
 
     def run(self, initial: DrafterParams) -> DrafterParams:
@@ -154,9 +178,9 @@ class Trainer:
         state, first = self.begin(initial), checkpoints.latest_step() or 0
         if checkpoints.latest_step() is not None:
             state = self._read(checkpoints, first, jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-        evaluated, pace = self._keep_log_until(first), StepTimer()
+        started, done, ends, pace = time.monotonic(), first, self._ends(first), StepTimer()
+        evaluated = self._keep_log_until(first, goes_on=not ends)
         self._expect_best(checkpoints)
-        started, done, ends = time.monotonic(), first, self._ends(first)
         if ends:
             state = self._best(checkpoints, done, state, initial)
         elif self.measure_start and not first:
@@ -172,7 +196,9 @@ class Trainer:
             records.append(record)
             done += 1
             pace.stepped()
+            self.deadline.begin()
             left_s = pace.left_s(self.recipe.steps - done, self._pauses_after(done))
+            left_s = None if left_s is None else min(left_s, self.deadline.left_s)
             self.progress(done, left_s)
             ends = self._ends(done)
             if self._logs(done, ends):
@@ -206,7 +232,7 @@ class Trainer:
             self._save(checkpoints, done, state)
 
     def _ends(self, done: int) -> bool:
-        return done == self.recipe.steps or self.should_stop()
+        return done == self.recipe.steps or not self.deadline.left_s or self.should_stop()
 
     def _evaluates(self, done: int, ends: bool) -> bool:
         due = self.evaluate_every > 0 and done % self.evaluate_every == 0
@@ -236,8 +262,11 @@ class Trainer:
         if self.evaluate is not None and self._evaluates(done, ends):
             began = time.monotonic()
             figures = dict(self.evaluate(self._whole(state.params)))
-            self._log({"step": done, EVALUATION: figures})
-            pace.paused(EVALUATION, time.monotonic() - began, figures.get("elapsed_s"))
+            best = self._best_step() if ends else None  # then it is what the state holds
+            self._log({"step": done, EVALUATION: {**figures, "step": done if best is None else best}})
+            seconds = time.monotonic() - began
+            pace.paused(EVALUATION, seconds, figures.get("elapsed_s"))
+            self.deadline.paused(seconds)
 
     def _measure(self, done: int, state: State, pace: StepTimer) -> None:
         assert self.held_out is not None
@@ -403,13 +432,15 @@ class Trainer:
             file.write(dumps(line) + "\n")
         self.watch(line)
 
-    def _keep_log_until(self, step: int) -> bool:
+    def _keep_log_until(self, step: int, goes_on: bool) -> bool:
         """Cut the log after the step to continue from; return whether the log holds that step's evaluation.
 
-        A training that begins anew, at step 0, measures its start again.
+        A training that begins anew, at step 0, measures its start again. One that goes on drops the measurement of its
+        stop: an uninterrupted one has none, and if it were the best, the checkpoint of the best before would go.
         """
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if step and path.exists() else []
+        kept = [line for line in kept if not (goes_on and line.get("stopped", False))]
         text = "".join(dumps(line) + "\n" for line in kept)
         write_text_whole(path, text)
         return any(line["step"] == step and EVALUATION in line for line in kept)

@@ -69,10 +69,11 @@ def _paint_evaluations(axis: Any, evaluated: Sequence[Mapping[str, Any]], colors
         ("acceptance_length_at_temperature_1", "temperature 1", colors[0], ":"),
     )
     for key, label, color, style in lines:
-        known = [line for line in evaluated if line["evaluation"][key] is not None]
+        known = [line["evaluation"] for line in evaluated if line["evaluation"][key] is not None]
         if known:
-            lengths = [line["evaluation"][key] for line in known]
-            axis.plot([line["step"] for line in known], lengths, style, marker="o", label=label, color=color)
+            known.sort(key=lambda figures: figures["step"])  # the last one may be of an earlier step, the best
+            lengths = [figures[key] for figures in known]
+            axis.plot([figures["step"] for figures in known], lengths, style, marker="o", label=label, color=color)
     most = 1 + evaluated[-1]["evaluation"]["num_speculative_tokens"]
     axis.set(title="Acceptance length on held-out prompts", ylabel=f"tokens per step, at most {most}", ylim=(1, most))
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)

@@ -38,9 +38,11 @@ def start_fleet(settings: Up) -> int:
     with require_extra("a cluster needs", "cluster"):
         from peagle.cluster.start import run
     warn_if_open(settings.host, settings.api_key_file)
-    stopped = threading.Event()
+    stopped, signals = threading.Event(), interrupt.Signals()
 
     def stop(*_: Any) -> None:
+        if not signals.add():
+            return
         if stopped.is_set():  # the second signal: do not wait for open responses
             raise KeyboardInterrupt
         stopped.set()

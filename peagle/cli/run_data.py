@@ -4,10 +4,11 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafter.train.held_out import groups_of
 from drafter.train.shards import (
     KEPT,
     NAME,
@@ -17,7 +18,6 @@ from drafter.train.shards import (
     open_folder,
     read_part,
     shard_path,
-    total_tokens,
 )
 from peagle.checkpoints import or_demo, resolve
 from peagle.cli.command import changed_options
@@ -33,9 +33,12 @@ from peagle.ops.memory import format_size
 from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Conversation, num_repeated
-from peagle.text.tokenizer import load_tokenizer
-from peagle.workflows.answers import AnswerOptions, Skip, answer, in_order, is_cut
+from peagle.text.tokenizer import load_tokenizer, template_fingerprint
+from peagle.workflows.answers import AnswerOptions, Skip, answer, in_order
 from peagle.workflows.dataset import (
+    NO_STOP,
+    STOP,
+    Tally,
     Unfinished,
     bytes_per_token,
     chosen_aux_layers,
@@ -83,30 +86,6 @@ class CheckedData:
         return f"{count} of {len(self.starts)} shards are in {self.out}{more}; the same command goes on after them"
 
 
-@dataclass
-class Tally:
-    """What a run made."""
-
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_trained: int = 0  # tokens of answers
-    num_cut: int = 0  # answers that end at a limit
-    lengths: list[int] = field(default_factory=list)  # of documents before their prompts are cut
-    num_left_out: int = 0  # turns
-    why: str | None = None  # the first of them
-
-    def skip(self, reason: str, num_turns: int) -> None:
-        self.num_left_out += num_turns
-        self.why = self.why or reason
-
-    def add(self, documents: Sequence[Document], stop_token_ids: Sequence[int]) -> None:
-        tokens, trained = total_tokens(documents)
-        self.num_documents += len(documents)
-        self.num_tokens += tokens
-        self.num_trained += trained
-        self.num_cut += sum(is_cut(document, stop_token_ids) for document in documents)
-
-
 def make_data(settings: Data) -> int:
     """Write every missing shard. Return the exit code.
 
@@ -122,7 +101,8 @@ def make_data(settings: Data) -> int:
         return 0
     for line in _notes(checked, settings):
         display.note(line)
-    tally = Tally()
+    max_new_tokens = settings.max_new_tokens if settings.answers == "generated" else None
+    tally = Tally(checked.target.stop_token_ids, settings.answers == "generated", max_new_tokens, checked.context)
     source, teacher = _source(checked, settings, display), None
     if settings.hidden or settings.top:
         teacher = load_teacher(checked.directory, settings.load.dtype or default_dtype(), checked.aux_layers)
@@ -130,7 +110,7 @@ def make_data(settings: Data) -> int:
     with display.on_interrupt(checked.kept):
         _write_shards(checked, settings, source, teacher, tally, display)
     display.summary(_summary(checked, settings, tally, time.perf_counter() - started))
-    display.warn(_losses(settings, checked.context, tally))
+    display.warn(_losses(settings, tally))
     return 0
 
 
@@ -157,7 +137,7 @@ def _check(settings: Data) -> CheckedData:
         warnings.append(f"--context is {typed}, more than {name} has; {context} is used")
     out = Path(settings.out)
     starts = range(0, len(conversations), settings.shard_prompts)
-    manifest = _manifest(settings, name, fingerprint(directory), sets, len(conversations), aux_layers)
+    manifest = _manifest(settings, name, directory, sets, len(conversations), aux_layers)
     expect_folder(out, manifest)
     return CheckedData(
         name=name, directory=directory, target=target, out=out, context=context, manifest=manifest,
@@ -171,17 +151,16 @@ def _unused_options(settings: Data) -> list[str]:
     """Return a warning about options without effect, if any."""
     if settings.answers == "generated":
         return unused_sampling(settings.sampling)
-    unused = {
-        "max_new_tokens",
-        "slots",
-        "experts",
-        "kernels",
-        *(item.name for item in dataclasses.fields(SamplingParams)),
-    }
-    if not settings.hidden and not settings.top:
-        unused.add("dtype")
+    unused = _unused(settings)
     options = ", ".join(option.names[0] for option in changed_options(settings) if option.name in unused)
     return [f"{options}: no effect with --answers recorded, which generates nothing"] if options else []
+
+
+def _unused(settings: Data) -> set[str]:
+    """Name the settings without effect on recorded answers."""
+    unused = {"max_new_tokens", "slots", "experts", "kernels"}
+    unused |= {item.name for item in dataclasses.fields(SamplingParams)}
+    return unused if settings.hidden or settings.top else unused | {"dtype"}
 
 
 def _notes(checked: CheckedData, settings: Data) -> Iterator[str]:
@@ -236,11 +215,12 @@ def _write_shards(
             with display.stage(f"{doing} {progress.total:,} prompts", animated=False) as stage:
                 progress.stage = stage
                 conversations, kept = checked.shard(number), list(unfinished.documents)
+                tally.keep(kept)
                 progress.num_kept += len({document.conversation for document in kept})
                 for document in source(conversations, checked.starts[number], tally.skip, progress.done, kept):
                     unfinished.add(document)
             documents = in_order(unfinished.documents)
-            tally.lengths += [len(document.token_ids) for document in documents]
+            tally.end(documents)
             if teacher is not None:
                 title = f"computing hidden states and logits of shard {index + 1} of {len(checked.missing)}"
                 documents = _taught(checked, settings, teacher, documents, unfinished.taught, title, display)
@@ -251,7 +231,7 @@ def _write_shards(
                 write_documents(checked.out, number, documents)
             else:
                 empty.append(number)
-        tally.add(documents, checked.target.stop_token_ids)
+        tally.add(documents)
     if len(empty) == len(checked.starts):
         raise InputError(f"none of the prompts can be answered, the first: {tally.why}")
     for number in empty:
@@ -289,12 +269,12 @@ class _AnswerProgress:
 
 
 def _groups(conversations: Sequence[Conversation]) -> list[int]:
-    """Number the conversations; rows of one conversation have the number of the first."""
-    first: dict[str, int] = {}
-    return [
-        number if conversation.group is None else first.setdefault(conversation.group, number)
-        for number, conversation in enumerate(conversations)
-    ]
+    """Number the conversations; rows of one conversation have the same number.
+
+    Rows may be turns of one, whose common beginning a training does not see once prompts are cut.
+    """
+    prompts = [conversation.first_prompt for conversation in conversations]
+    return groups_of(prompts, [conversation.group for conversation in conversations])
 
 
 def _summary(checked: CheckedData, settings: Data, tally: Tally, seconds: float) -> list[str]:
@@ -302,40 +282,58 @@ def _summary(checked: CheckedData, settings: Data, tally: Tally, seconds: float)
     if settings.answers == "recorded":
         made += "of recorded answers"
     else:
-        made += f"the target's, {tally.num_trained / seconds:,.0f} tok/s"
+        made += "the target's"
+        if new := tally.num_trained - tally.num_kept_trained:
+            made += f", {new / seconds:,.0f} tok/s"
+    if tally.num_kept:
+        made += f"; {tally.num_kept:,} of the documents are of a run before"
     lines = [
         f"data         {len(checked.starts)} shards in {checked.out} ({len(checked.missing)} new)",
         f"new          {made}",
-        f"lengths      {lengths_in_words(tally.lengths)}",
-        f"ends         {tally.num_cut:,} of {tally.num_documents:,} answers end at a limit, the others at a stop token",
     ]
+    if tally.lengths:
+        lines += [f"lengths      {lengths_in_words(tally.lengths)}", f"ends         {_ends(tally)}"]
     lines += [f"left out     {skipped_line(prompts.skipped)}" for prompts in checked.sets if prompts.skipped]
     if tally.num_left_out:
         lines.append(f"no answer    {tally.num_left_out:,} turns, the first: {tally.why}")
     return lines
 
 
-def _losses(settings: Data, context: int, tally: Tally) -> Iterator[str]:
+def _ends(tally: Tally) -> str:
+    """Count answers by how they end, as in: 3 of 5 answers end at a stop token, 2 at -n 10."""
+    counts = [f"{tally.ends[STOP]:,} of {tally.num_documents:,} answers end at a stop token"]
+    counts += [f"{tally.ends[at]:,} at {at} {limit}" for at, limit in tally.limits.items() if tally.ends[at]]
+    counts += [f"{tally.ends[NO_STOP]:,} at another token"] if tally.ends[NO_STOP] else []
+    return ", ".join(counts)
+
+
+def _losses(settings: Data, tally: Tally) -> Iterator[str]:
     """Warn of answers that are cut, and of turns that are left out, if they are many."""
     num_turns = tally.num_documents + tally.num_left_out
-    by_option = settings.max_new_tokens is not None and settings.max_new_tokens < context
-    option, limit = ("-n", settings.max_new_tokens) if by_option else ("--context", context)
-    if tally.num_cut > MANY_FRAC * tally.num_documents:
+    many = tally.num_documents - tally.ends[STOP] > MANY_FRAC * tally.num_documents
+    for at, limit in tally.limits.items():
+        if many and tally.ends[at]:
+            yield (
+                f"{tally.ends[at]:,} of {tally.num_documents:,} answers are cut at {at} {limit}, and a drafter learns "
+                f"no ends from them; a larger {at} keeps them whole"
+            )
+    if many and tally.ends[NO_STOP]:
         yield (
-            f"{tally.num_cut:,} of {tally.num_documents:,} answers are cut at {option} {limit}, and a drafter learns "
-            f"no ends from them; a larger {option} keeps them whole"
+            f"{tally.ends[NO_STOP]:,} of {tally.num_documents:,} recorded answers do not end at a stop token, and a "
+            "drafter learns no ends from them; expected a stop token last, with 1 in the loss_mask"
         )
     if tally.num_left_out > (0 if settings.quiet else MANY_FRAC * num_turns):  # otherwise the summary has them
         yield f"{tally.num_left_out:,} of {num_turns:,} turns have no answer in the data, the first: {tally.why}"
 
 
 def _manifest(
-    settings: Data, name: str, weights: str, sets: Sequence[PromptSet], num_prompts: int, aux_layers: Sequence[int]
+    settings: Data, name: str, directory: Path, sets: Sequence[PromptSet], num_prompts: int, aux_layers: Sequence[int]
 ) -> dict[str, Any]:
-    """Return everything on which the shards depend, as JSON. weights: the target's fingerprint."""
+    """Return everything on which the shards depend, as JSON. name, directory: of the target."""
     depends_on: dict[str, Any] = {
         NAME: name,
-        WEIGHTS: weights,
+        WEIGHTS: fingerprint(directory),
+        "template": template_fingerprint(directory),
         **{kind: getattr(settings.load, kind) for kind in ("dtype", "experts", "kernels")},
         "prompts": [[path.name, prompts.sha256] for path, prompts in zip(settings.prompt_file, sets, strict=True)],
         "answers": settings.answers,
@@ -349,5 +347,8 @@ def _manifest(
         "top": settings.top,
         **({} if settings.keep_prompt is None else {KEPT: settings.keep_prompt}),
     }
+    if settings.answers == "recorded":
+        unused = _unused(settings) | {"sampling"}
+        depends_on = {key: value for key, value in depends_on.items() if key not in unused}
     loaded: dict[str, Any] = json.loads(dumps(depends_on))
     return loaded

@@ -23,7 +23,7 @@ from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
 from drafter.train.shards import WEIGHTS
 from drafter.train.step import FrozenWeights, devices_for
-from drafter.train.trainer import Trainer, TrainingStopped
+from drafter.train.trainer import Deadline, Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import DraftVocab
 from peagle.checkpoints import DEMO, from_anywhere, name_for_others, or_demo, resolve
@@ -51,7 +51,6 @@ from peagle.workflows.new_drafter import check_window, drafter_config, initial_p
 from peagle.workflows.training import (
     MEASURED_FRAC,
     PLANNED_FRAC,
-    Deadline,
     begun_in,
     check_parts,
     even_parts,
@@ -216,7 +215,8 @@ def _recorded(settings: Train) -> dict[str, Any]:
     options = record(settings)
     options["data"] = [f"{folder.absolute()}:{share}" for folder, share in shares(settings.data)]
     for name in set(MOVABLE) - {"data"}:
-        if options[name] is not None and not options[name].lstrip("-").isdecimal():
+        count = name == "draft_vocab" and str(options[name]).isdecimal()  # of tokens
+        if options[name] is not None and not count:
             options[name] = from_anywhere(options[name])
     return options
 
@@ -293,15 +293,13 @@ def _trainer(
     ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
     teacher = Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
     held_out = checked.data.held_out
-    deadline = Deadline(settings.minutes)
     evaluate: Callable[[DrafterParams], Mapping[str, Any]] | None = None
     if prompts is not None:
         with display.stage("loading the target to evaluate"):
             plain = load(name, None)
         k = settings.num_speculative_tokens
         progress_of = functools.partial(display.begin_run, "measuring the acceptance length", unit="output")
-        measure = acceptance_on(plain, config, prompts, settings.evaluate_prompts, k, progress_of)
-        evaluate = deadline.outside(measure)
+        evaluate = acceptance_on(plain, config, prompts, settings.evaluate_prompts, k, progress_of)
         if settings.held_out is None and not checked.held_out_frac:
             with display.stage("answering the held-out prompts"):
                 held_out = answer_held_out(plain, prompts, settings.evaluate_prompts, settings.learning.width)
@@ -322,7 +320,8 @@ def _trainer(
         evaluate=evaluate,
         evaluate_every=settings.evaluate_every,
         save_every=settings.save_every,
-        should_stop=lambda: interrupt.pressed() or deadline.over(),
+        should_stop=interrupt.pressed,
+        deadline=Deadline(settings.minutes),
         devices=checked.devices,
     )
     done = steps_done(checked.out)
@@ -458,7 +457,7 @@ def describe_log_line(line: Mapping[str, Any]) -> str:
         kinds = ("", "_without_loops", "_at_temperature_1")
         greedy, without_loops, sampled = (figure_text(figures[f"acceptance_length{kind}"], ".2f") for kind in kinds)
         return (
-            f"step {line['step']}: acceptance length {greedy} greedily, {without_loops} without loops, {sampled} at "
+            f"step {figures['step']}: acceptance length {greedy} greedily, {without_loops} without loops, {sampled} at "
             f"temperature 1, of {figures['num_outputs']} held-out prompts"
         )
     if HELD_OUT in line:

@@ -9,22 +9,45 @@ in the same way, with what it has by then.
 Only the command line installs the handler (`handled`). In other programs the flag is never set, and signals are theirs.
 """
 
+import math
 import os
 import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_CODE = 128 + signal.SIGINT  # a shell's code for a process that SIGINT ended
+APART_S = 0.5  # between two signals that are not one
 SHOW_CURSOR = b"\x1b[?25h"  # progress on a terminal hides the cursor
 
 _pressed = 0  # the signal that set the flag; 0: none
 _waiting = False
 _answered = 0  # presses before a `forget`
+
+
+class Signals:
+    """Count signals, those that come at once as one.
+
+    A shell hands SIGHUP of a closed terminal to its job, and then the kernel does; supervisors signal a process and its
+    group, or with two signals at once.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._counted_s = -math.inf
+
+    def add(self) -> bool:
+        """Count a signal that has just come; return False if it is one with the last."""
+        now = time.monotonic()
+        if now - self._counted_s < APART_S:
+            return False
+        self.count, self._counted_s = self.count + 1, now
+        return True
 
 
 def heeded() -> list[signal.Signals]:
@@ -130,15 +153,14 @@ def _leave_closed_terminal() -> None:
 
 
 def _end_at_the_second(reading: int) -> None:
-    """Read signal numbers until the pipe closes; end the process at the second since the last `forget`.
+    """Read signal numbers until the pipe closes; end the process at the second (`Signals`) since the last `forget`.
 
     A server's own handlers may replace `_note` for a while; signals are then theirs to count.
     """
-    count = 0
+    signals = Signals()
     while numbers := os.read(reading, 64):
         for number in numbers:
-            count += signal.getsignal(number) is _note
-            if count > 1 + _answered:
+            if signal.getsignal(number) is _note and signals.add() and signals.count > 1 + _answered:
                 if sys.stderr.isatty():
                     os.write(sys.stderr.fileno(), SHOW_CURSOR)
                 os._exit(128 + number)

@@ -159,12 +159,15 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._engine_loop, self._options = loop, options
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._signals = interrupt.Signals()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  a signal handler's two
         """Begin the drain; end it at a second signal.
 
         A signal handler must take no lock, so the event loop stops the engine.
         """
+        if not self._signals.add():
+            return
         if not self.should_exit or self._event_loop is None:
             self.should_exit = True
         else:

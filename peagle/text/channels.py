@@ -56,6 +56,13 @@ _HEADER = re.compile(r"(?:<\|start\|>assistant)? *(?:analysis|commentary|final)?
 _BETWEEN_MESSAGES = re.compile(r"<\|(?:end|return|call)\|>(?=<\|start\|>|\Z)")
 _IN_HEADER = re.compile(r"(<\|(?:start|channel|constrain)\|>)")
 _NAME = re.compile(r"[A-Za-z][\w.-]*")  # of a channel or a role
+_TEXT = r"(?:(?!<\|(?:start|channel|constrain|message|end|return|call)\|>).)*"
+# at most a message of analysis, and a final one or a text without channels
+_PLAIN = re.compile(
+    rf"(?:(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>{_TEXT}<\|end\|>(?=<\|start\|>))?"
+    rf"(?:(?:<\|start\|>assistant)?<\|channel\|>final<\|message\|>)?{_TEXT}(?:<\|(?:end|return)\|>)?",
+    re.DOTALL,
+)
 _STOP = re.compile(r"<\|(?:end|return|call|endoftext)\|>\Z")
 
 Kind = Literal["reasoning", "content", "tool_call"]
@@ -497,6 +504,11 @@ def reasoning(answer: str) -> str:
     if not _HEADER.match(answer):
         return ""
     return "".join(delta.text for delta in _parse_text(answer) if delta.kind == "reasoning")
+
+
+def is_plain(answer: str) -> bool:
+    """Test whether an answer's text, with control tokens spelled out, is `reasoning` and `final_message` alone."""
+    return _PLAIN.fullmatch(answer) is not None
 
 
 def _parse_text(answer: str) -> Iterator[Delta]:

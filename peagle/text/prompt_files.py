@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable, reason_of
 from peagle.ops.settings import brief
-from peagle.text.channels import final_message
+from peagle.text.channels import final_message, is_plain
 from peagle.text.channels import reasoning as reasoning_of
 from peagle.text.prompts import Conversation, Recorded, Rendering, check_encodable, check_text, from_ids, from_text
 from peagle.text.tokenizer import Message, load_tokenizer, texts_in
@@ -381,8 +381,8 @@ def _with_answer(conversation: Conversation, row: Row) -> Conversation:
     answer = next((row[key] for key in ANSWER_KEYS if isinstance(row.get(key), str) and row[key]), None)
     if answer is None or conversation.recorded is not None or len(conversation.turns) != 1:
         return conversation
-    messages = {"role": USER, "content": conversation.turns[0]}, _message({"role": ASSISTANT, "content": answer}, "")
-    return dataclasses.replace(conversation, recorded=Recorded(messages))
+    chat = {"role": USER, "content": conversation.turns[0]}, {"role": ASSISTANT, "content": answer}
+    return dataclasses.replace(conversation, recorded=_messages([*chat], conversation.name)[1])
 
 
 def _tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
@@ -433,6 +433,8 @@ def _speculators(row: Row, name: str) -> Conversation:
             "second of 0 and 1"
         )
     from_ids(ids, name)  # raises InputError for other than integers
+    if mask[:1] == [1]:
+        raise InputError(f"{name} has a loss_mask that begins with 1; expected a prompt before the answer, with 0")
     recorded = Recorded(token_ids=tuple(ids), mask=tuple(map(bool, mask)))
     group, size = row.get("primary_id"), mask.index(1) if 1 in mask else len(mask)
     conversation = from_ids(ids[:size], name)
@@ -440,10 +442,10 @@ def _speculators(row: Row, name: str) -> Conversation:
 
 
 def _sharegpt(row: Row, name: str) -> Conversation:
-    system, messages = _messages(row["conversations"], f"{name}: conversations")
+    system, recorded = _messages(row["conversations"], f"{name}: conversations")
+    messages = recorded.messages
     if any(message["role"] == TOOL for message in messages):  # later turns depend on the recorded answers
-        return _continuation(name, system, messages)
-    recorded = Recorded(tuple(messages))
+        return _continuation(name, system, recorded)
     turns = tuple(message["content"] for message in messages if message["role"] == USER and message["content"].strip())
     if not turns:
         raise InputError(f"{name} holds no message of a user")
@@ -454,9 +456,9 @@ def _openai(row: Row, name: str) -> Conversation:
     return _continuation(name, *_messages(row["messages"], f"{name}: messages"))
 
 
-def _continuation(name: str, system: str | None, messages: Sequence[Message]) -> Conversation:
+def _continuation(name: str, system: str | None, recorded: Recorded) -> Conversation:
     """Make a conversation that continues a chat; answers at its end are dropped and generated anew."""
-    history, recorded = [*map(_without_reasoning, messages)], Recorded(tuple(messages))
+    history = [*map(_without_reasoning, recorded.messages)]
     while history and history[-1]["role"] == ASSISTANT:
         history.pop()
     if not history:
@@ -473,17 +475,32 @@ def _without_reasoning(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "thinking"}
 
 
-def _messages(value: Any, name: str) -> tuple[str | None, list[Message]]:
+def _messages(value: Any, name: str) -> tuple[str | None, Recorded]:
+    """Read a list of messages; return (the texts of the system, the chat)."""
     if not isinstance(value, list):
         raise InputError(f"{name} is {brief(value)}; expected a list of messages")
-    systems, messages = [], []
+    systems, messages, unfit = [], list[Message](), dict[int, str]()
     for number, item in enumerate(value):
         message = _message(item, f"{name}: message {number}")
         if message["role"] != SYSTEM:
+            if message["role"] == ASSISTANT and (why := _unfit(message, _content(item, name))):
+                unfit[len(messages)] = why
             messages.append(message)
         elif message["content"].strip():
             systems.append(message["content"])
-    return "\n\n".join(systems) or None, messages
+    return "\n\n".join(systems) or None, Recorded(tuple(messages), unfit=unfit)
+
+
+def _unfit(message: Message, text: str) -> str | None:
+    """Say why an answer cannot be trained as the model wrote it, if so. text: its content as the file spells it."""
+    num_calls = len(message.get("tool_calls", ()))
+    if not is_plain(text):
+        return "spells other channels than one of analysis and a final one; expected these, or tool_calls"
+    if num_calls > 1:
+        return f"has {num_calls} tool calls, of which a chat template shows the first; expected one"
+    if not num_calls and not message["content"].strip():
+        return "has neither content nor a tool call; expected one of them"
+    return None
 
 
 def _message(fields: Any, name: str) -> Message:
@@ -494,7 +511,7 @@ def _message(fields: Any, name: str) -> Message:
     if role is None:
         expected = ", ".join(spelling for names in ROLES.values() for spelling in names)
         raise InputError(f"{name} has the role {brief(spelled)}; expected one of {expected}")
-    text = _text(fields.get("content", fields.get("value")), f"{name}: its content")
+    text = _content(fields, name)
     message: dict[str, Any] = {"role": role, "content": final_message(text) if role == ASSISTANT else text}
     message |= {key: fields[key] for key in MESSAGE_TEXTS if isinstance(fields.get(key), str)}
     reasoning = next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), "")
@@ -511,6 +528,10 @@ def _message(fields: Any, name: str) -> Message:
     elif reasoning and role == ASSISTANT:
         message["thinking"] = reasoning
     return message
+
+
+def _content(fields: Any, name: str) -> str:
+    return _text(fields.get("content", fields.get("value")), f"{name}: its content")
 
 
 def _calls(value: Any, name: str) -> list[Message]:

@@ -73,17 +73,22 @@ class Rendering:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A chat with its answers, as a file holds it: messages, or token ids with a mask (true: of an answer)."""
+    """A chat with its answers, as a file holds it: messages, or token ids with a mask (true: of an answer).
+
+    unfit: why some messages cannot be trained, by their place.
+    """
 
     messages: tuple[Message, ...] = ()
     token_ids: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
+    unfit: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def answers(self) -> list[slice]:
-        """Where the answers are. Messages of an assistant in a row are one; one that follows nothing is none."""
-        roles = [message["role"] == "assistant" for message in self.messages]
-        marks = (False, *(self.mask or [at > 0 and role for at, role in enumerate(roles)]), False)
+        """Where the answers are. Messages of an assistant in a row are one; the row that follows nothing is none."""
+        written = [message["role"] == "assistant" for message in self.messages]
+        first = written.index(False) if False in written else len(written)  # that is no answer
+        marks = (False, *(self.mask or [at > first and own for at, own in enumerate(written)]), False)
         edges = [at for at, (before, after) in enumerate(itertools.pairwise(marks)) if before != after]
         return [slice(*edge) for edge in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -127,6 +132,14 @@ class Conversation:
         if self.recorded is None:
             return 0
         return len(self.recorded.answers) - len(Recorded(self.history).answers)
+
+    @property
+    def first_prompt(self) -> bytes:
+        """What is asked first. It begins that of a row that is a later turn of the same conversation."""
+        if self.prompt_ids is not None:
+            return "".join(f"{token_id}," for token_id in self.prompt_ids).encode()
+        messages = [*self.history, *({"role": "user", "content": turn} for turn in self.turns[:1])]
+        return "".join(map(repr, (self.system, self.tools, *messages))).encode()
 
     def encode(self, answers: Sequence[str], tokenizer: Tokenizer | None, rendering: Rendering) -> tuple[int, ...]:
         """Encode the prompt of the turn that follows these answers.

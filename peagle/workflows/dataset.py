@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from drafter.train.shards import PART, TAUGHT, Document, read_part, shard_path, write_part, write_shard
+from drafter.train.shards import PART, TAUGHT, Document, read_part, shard_path, total_tokens, write_part, write_shard
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
+from peagle.workflows.answers import is_cut
 from target.config import default_aux_layer_ids
 from target.load import load_target
 from target.teacher import Teacher
@@ -22,7 +24,60 @@ from target.teacher import Teacher
 PASS_DOCUMENTS, PASS_TOKENS = 32, 32 * 512  # the most of a teacher's pass; tokens include padding
 SHORT, STEP, LONG_STEP = 512, 128, 1024  # a pass is a multiple of STEP wide; of LONG_STEP if wider than SHORT
 SAVE_S = 60.0  # between two writes of a part; a killed process loses the answers since the last one
+STOP, NEW, CONTEXT, NO_STOP = "a stop token", "-n", "--context", "another token"  # where an answer ends
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # bins of documents in a message
+
+
+@dataclasses.dataclass
+class Tally:
+    """What a run made."""
+
+    stop_token_ids: Sequence[int]
+    generated: bool  # else recorded
+    max_new_tokens: int | None
+    context: int
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_trained: int = 0  # tokens of answers
+    num_kept: int = 0  # documents of an interrupted run
+    num_kept_trained: int = 0
+    ends: Counter[str] = dataclasses.field(default_factory=Counter)  # answers, by where they end
+    lengths: list[int] = dataclasses.field(default_factory=list)  # of documents before their prompts are cut
+    num_left_out: int = 0  # turns
+    why: str | None = None  # the first of them
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits at which answers may be cut, by option."""
+        return {**({} if self.max_new_tokens is None else {NEW: self.max_new_tokens}), CONTEXT: self.context}
+
+    def skip(self, reason: str, num_turns: int) -> None:
+        self.num_left_out += num_turns
+        self.why = self.why or reason
+
+    def keep(self, documents: Sequence[Document]) -> None:
+        """Count the documents of an interrupted run, which `add` counts again with the others."""
+        self.num_kept += len(documents)
+        self.num_kept_trained += total_tokens(documents)[1]
+
+    def end(self, documents: Sequence[Document]) -> None:
+        """Count the ends of whole documents."""
+        self.lengths += [len(document.token_ids) for document in documents]
+        self.ends.update(map(self._end, documents))
+
+    def add(self, documents: Sequence[Document]) -> None:
+        """Count what is written."""
+        tokens, trained = total_tokens(documents)
+        self.num_documents += len(documents)
+        self.num_tokens += tokens
+        self.num_trained += trained
+
+    def _end(self, document: Document) -> str:
+        if not is_cut(document, self.stop_token_ids):
+            return STOP
+        if self.generated:
+            return NEW if document.trained.sum() == self.max_new_tokens else CONTEXT
+        return CONTEXT if len(document.token_ids) == self.context else NO_STOP
 
 
 def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
@@ -50,7 +105,7 @@ def cut_prompt(document: Document, keep_prompt: int | None) -> Document:
 
 
 def lengths_in_words(sizes: Sequence[int]) -> str:
-    """Say how long documents are. Example: 94 to 2,711 tokens; 40 up to 512, 12 up to 4,096."""
+    """Say how long documents are, at least one. Example: 94 to 2,711 tokens; 40 up to 512, 12 up to 4,096."""
     counts = np.bincount(np.searchsorted(LENGTHS, sizes), minlength=len(LENGTHS) + 1)
     parts = [f"{count:,} up to {most:,}" for count, most in zip(counts, LENGTHS, strict=False) if count]
     parts += [f"{counts[-1]:,} longer than {LENGTHS[-1]:,}"] if counts[-1] else []

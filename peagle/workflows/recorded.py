@@ -42,8 +42,8 @@ class Reader:
     ) -> Iterator[Document]:
         """Yield a document per answer, or per row of token ids, after those kept of an earlier run.
 
-        Calls `skipped` for an answer without room, of other tokens, or that the chat template refuses, and `done` after
-        each conversation.
+        Calls `skipped` for an answer without room, of other tokens, that the chat template refuses, or that is not fit
+        to be trained (`Recorded.unfit`), and `done` after each conversation.
         """
         return itertools.islice(self._all(conversations, first_index, skipped, done), len(kept), None)
 
@@ -64,8 +64,11 @@ class Reader:
 
     def _messages(self, conversation: Conversation, place: slice) -> tuple[Sequence[int], Sequence[bool]]:
         """Encode the prompt as the target gets it, and the answer as it writes it; return (ids, mask)."""
-        assert conversation.recorded is not None
-        messages = conversation.recorded.messages
+        recorded = conversation.recorded
+        assert recorded is not None
+        if why := next((recorded.unfit[at] for at in range(place.start, place.stop) if at in recorded.unfit), None):
+            raise InputError(f"{conversation.name}: a recorded answer {why}")
+        messages = recorded.messages
         before = dataclasses.replace(conversation, turns=(), history=messages[: place.start])
         prompt_ids = before.encode((), self.tokenizer, self.rendering)
         answer_ids = self._answer(messages[place], conversation.name)

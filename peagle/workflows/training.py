@@ -1,12 +1,11 @@
-"""A training's recipe.json, the deadline of --minutes, and the steps that fit into it."""
+"""A training's recipe.json, and the steps that fit into --minutes."""
 
 import bisect
 import dataclasses
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from peagle.ops.files import holds_files, write_text_whole
 from peagle.ops.records import describe_difference, flat
 from peagle.ops.strict_json import dumps
 from peagle.workflows.training_data import shares
-
-Figures = Mapping[str, Any]  # of an evaluation
 
 SHORT_ROW = 512  # parts of a row are not shorter than this many tokens
 MEASURED_STEPS, LEAST_MEASURED = 12, 3  # steps to plan --minutes; the first compiles
@@ -113,6 +110,8 @@ def record_recipe(
         known = {} if covered is None else {COVERAGE: dataclasses.asdict(covered)}
         _write_record(out, {**record, COMMAND: dict(command), **known, "provenance": provenance()})
         return
+    if missing := [part for part in (*record, COMMAND) if part not in begun]:
+        raise InputError(f"{out / RECIPE} has no {missing[0]}; expected what peagle train writes: take another --out")
     then, now = (
         {key: value for key, value in flat({part: values[part] for part in record}).items() if key != MAY_DIFFER}
         for values in (begun, record)
@@ -144,38 +143,6 @@ def _option(key: str) -> str:
 
 def _write_record(out: Path, record: Mapping[str, Any]) -> None:
     write_text_whole(out / RECIPE, dumps(record, indent=1) + "\n")
-
-
-class Deadline:
-    """The end of --minutes of training. Neither the first step counts, which compiles, nor do evaluations."""
-
-    def __init__(self, minutes: float | None) -> None:
-        self._seconds = math.inf if minutes is None else 60 * minutes
-        self._begun = False
-        self._end: float | None = None
-
-    def over(self) -> bool:
-        """Test whether the time is over. Call it before each step."""
-        if not self._begun:
-            self._begun = True
-            return not self._seconds
-        now = time.monotonic()
-        if self._end is None:
-            self._end = now + self._seconds
-        return now >= self._end
-
-    def outside(self, work: Callable[[DrafterParams], Figures]) -> Callable[[DrafterParams], Figures]:
-        """Return the same work, whose time does not count."""
-
-        def uncounted(params: DrafterParams) -> Figures:
-            began = time.monotonic()
-            try:
-                return work(params)
-            finally:
-                if self._end is not None:
-                    self._end += time.monotonic() - began
-
-        return uncounted
 
 
 def held_out_every(steps: int) -> int:

@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP: the first sets a flag, which `check` raises; without `handled` nothing changes."""
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -14,15 +15,15 @@ from peagle.ops import interrupt
 from tests.support.terminal import FAR_S, ROOT, Terminal
 
 CLOSED = """
-import pathlib, sys, time
+import sys, time
 from peagle.ops import interrupt
-with interrupt.handled():
+with interrupt.handled(), open(sys.argv[1], "w") as kept:
     print("ready", flush=True)
     while not interrupt.pressed():
         time.sleep(0.01)
     print("it ends", flush=True)
     print("it ends", file=sys.stderr, flush=True)
-    pathlib.Path(sys.argv[1]).write_text("whole")
+    kept.write("whole")
     sys.exit(interrupt.exit_code())
 """
 
@@ -96,7 +97,13 @@ def test_an_ignored_signal_stays_ignored_and_the_others_count(ignored: signal.Si
 
 @pytest.mark.parametrize("numbers", list(itertools.product(interrupt.SIGNALS, repeat=2)))
 def test_the_second_ends_the_process(numbers: tuple[int, int]) -> None:
-    assert ended_by(numbers, "time.sleep(1e6)") == 128 + numbers[1]
+    assert ended_by(numbers, "time.sleep(1e6)", "interrupt.APART_S = 0") == 128 + numbers[1]
+
+
+@pytest.mark.parametrize("numbers", list(itertools.product(interrupt.SIGNALS, repeat=2)))
+def test_signals_at_once_are_one(numbers: tuple[int, int]) -> None:
+    """As many as come, so that what is done is kept."""
+    assert ended_by([*numbers, *numbers], "sys.exit(7)", "interrupt.APART_S = 1e6") == 7
 
 
 def test_signals_of_a_server_are_its_own_to_count() -> None:
@@ -111,6 +118,21 @@ def test_after_the_terminal_has_been_closed_printing_fails_no_more(tmp_path: Pat
         terminal.close()
         assert terminal.wait() == 129
     assert (tmp_path / "kept").read_text() == "whole"
+
+
+def test_a_shell_between_hands_the_closing_on_and_the_kernel_does_again(tmp_path: Path) -> None:
+    code = "import os, sys; os.execvp('bash', ['bash', '--norc', '-i'])"
+    child, kept = tmp_path / "child.py", tmp_path / "kept"
+    os.mkfifo(kept)  # its end is that of the job, which only the shell can wait for
+    reading = os.open(kept, os.O_RDONLY | os.O_NONBLOCK)
+    child.write_text(CLOSED.replace("with", "interrupt.APART_S = 1e6\nwith", 1))
+    with Terminal(code) as terminal:
+        terminal.press(f"PYTHONPATH={ROOT} {sys.executable} {child} {kept}\n".encode())
+        terminal.wait_for(b"ready\r\n")
+        terminal.close()
+        os.set_blocking(reading, True)
+        with open(reading) as file:
+            assert file.read() == "whole"
 
 
 def ended_by(numbers: Sequence[int], last: str, before: str = "pass") -> int:

@@ -220,7 +220,7 @@ class Folder:
 
     def samples(self) -> list[Sample]:
         """Read raw.jsonl, without its errors."""
-        records = _records(self.path / RAW, lambda line: None if "error" in line else record_of(Sample, line))
+        records = _records(self.path / RAW, lambda line: None if "error" in line else _sample(line))
         return [sample for sample in records if sample is not None]
 
     def errors(self) -> dict[tuple[Workload, Variant], str]:
@@ -293,6 +293,16 @@ def record_of(kind: type[Record], line: Json) -> Record:
     if rest:
         raise TypeError(f"{next(iter(rest))} is unknown")
     return record
+
+
+def _sample(line: Json) -> Sample:
+    """Read a sample. A line of before may lack the number of tokens after its end, which follows from the others."""
+    sample = record_of(Sample, line)
+    if "num_truncated" in line:
+        return sample
+    decided = 1 + sample.counters.num_accepted + sample.num_passes
+    counters = dataclasses.replace(sample.counters, num_truncated=max(0, decided - sample.output_tokens))
+    return dataclasses.replace(sample, counters=counters)
 
 
 def _take(kind: Any, line: Json) -> Any:

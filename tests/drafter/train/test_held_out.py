@@ -94,14 +94,38 @@ def test_no_held_out_prompt_is_trained_on() -> None:
     assert prompts[0].isdisjoint(prompts[1])
 
 
+@pytest.mark.parametrize("frac", [0.1, 0.5])
+def test_a_part_of_prompts_of_another_keeps_some_to_train_on(frac: float) -> None:
+    """Whichever are held out of the larger one."""
+    for seed in range(30):
+        large = [document(index, 50, 60) for index in range(30)]
+        small = [document(index, 50, 70) for index in (3, 7)]
+        for parts in ([large, small], [small, large]):
+            for part, (trained, kept_back) in zip(
+                parts, keep_back([(d, 1000) for d in parts], frac, seed), strict=True
+            ):
+                assert len(kept_back) <= frac * len(part)
+                assert trained
+
+
+def test_a_part_keeps_a_document_that_trains_something() -> None:
+    documents = [document(1, 50, 60), document(2, 50, 60), document(3, 50, prompt=2), document(4, 50, prompt=2)]
+    for seed in range(10):
+        trained, kept_back = split(documents, 0.9, 1000, seed)
+        assert len(kept_back) == 1
+        assert any(one.trained.any() for one in trained)
+
+
 def test_one_prompt_for_all_is_held_out_by_none() -> None:
     documents = [document(1, 2, 60 + index) for index in range(30)]
     assert split(documents, 0.5, 1000, seed=0) == (documents, [])
 
 
-def test_text_without_a_prompt_is_no_conversation() -> None:
-    documents = [document(5, 6, 7, prompt=0) for _ in range(20)]
-    assert len(split(documents, 0.1, 1000, seed=0)[1]) == 2
+def test_text_without_a_prompt_is_related_to_the_same_text() -> None:
+    documents = [document(5, 6, 7 + index // 2, prompt=0) for index in range(40)]
+    trained, kept_back = split(documents, 0.1, 1000, seed=0)
+    assert len(kept_back) == 4
+    assert {one.token_ids[2] for one in trained}.isdisjoint(one.token_ids[2] for one in kept_back)
 
 
 @pytest.mark.parametrize(("rows_per_step", "rows"), [(1, 32), (3, 33), (8, 32), (64, 64)])
@@ -136,20 +160,16 @@ def test_every_held_out_document_is_measured_once_the_same_way_each_time() -> No
         ([(10, 1.0, 3.0), (20, 1.0, 2.9), (30, 1.0, 3.1)], 20),  # nothing is right yet
         ([(10, 1.2, 3.0), (20, 1.2, 3.0)], 10),
         ([(10, 9.0, 3.0, {"documents": "others"}), (20, 1.2, 3.0), (30, 1.1, 3.0)], 20),
-        ([(13, 9.0, 3.0, {"stopped": True}), (20, 1.2, 3.0), (30, 1.1, 3.0)], 20),
-        ([(10, 1.2, 3.0), (20, 1.1, 3.0), (23, 1.3, 3.0, {"stopped": True})], 23),
-        ([(10, 1.2, 3.0), (20, 1.1, 3.0), (23, 1.1, 3.0, {"stopped": True})], 10),
         ([], None),
     ],
 )
 def test_the_best_step_is_that_of_the_highest_score(lines: list[Any], best: int | None) -> None:
-    """Among those on the same documents, without earlier stops."""
+    """Among those on the same documents."""
     log: list[dict[str, Any]] = [{"step": 10, "loss": 1.0}]
     for step, score, loss, *more in lines:
         figures = {"score": score, "loss": loss, "documents": "ours"}
         other = more[0] if more else {}
-        figures |= {key: value for key, value in other.items() if key == "documents"}
-        log.append({"step": step, "held_out": figures, **{k: v for k, v in other.items() if k == "stopped"}})
+        log.append({"step": step, "held_out": figures | other})
     line = best_held_out(log)
     assert (line and line["step"]) == best
 

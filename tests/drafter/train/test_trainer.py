@@ -21,10 +21,10 @@ import pytest
 import drafter.train.trainer
 from drafter.params import DrafterParams, init_params
 from drafter.train.batches import DocumentSource, RowBatches, pack
-from drafter.train.folder import CHECKPOINTS, LOG, read_log, steps_done
+from drafter.train.folder import CHECKPOINTS, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import HeldOut
 from drafter.train.recipe import rate_schedule
-from drafter.train.trainer import StepTimer, Trainer, TrainingStopped
+from drafter.train.trainer import Deadline, StepTimer, Trainer, TrainingStopped
 from peagle.ops.errors import InputError
 from tests.support.trainers import CONFIG, RECIPE, curve, document, initial, keep_programs, same, trainer
 
@@ -129,6 +129,17 @@ def test_the_rate_rises_stays_and_falls(steps: int, warmup: float, decay: float)
     with jax.numpy_dtype_promotion("standard"):
         rates = jax.vmap(rate_schedule(recipe, jnp.float32(steps), 0.5))(every)
         np.testing.assert_allclose(rates, jax.vmap(expected)(every), atol=1e-6)
+
+
+def test_the_time_left_is_at_most_that_of_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float | None] = []
+    monkeypatch.setattr(StepTimer, "left_s", lambda *_: 1e6)
+    trainer(
+        tmp_path / "run", deadline=Deadline(60.0), progress=lambda _, left_s: told.append(left_s),
+        should_stop=lambda: bool(told),
+    ).run(initial())  # fmt: skip
+    assert told[0] is not None
+    assert told[0] <= 3600
 
 
 def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,10 +248,32 @@ def test_stopped_anywhere_it_keeps_the_step_that_it_would_have_kept(
     for stop in (3, 4, 7):
         stops = iter([False] * (stop - steps_done(out)) + [True])
         stopped = watched(out, should_stop=lambda stops=stops: next(stops)).run(initial())
-        assert best_of(held_out_losses(out)) == 3
+        assert list(held_out_losses(out))[-1] == stop
         assert same(stopped, straight_params) == (stop > 3)
     assert same(watched(out).run(initial()), straight_params)
-    assert {step: loss for step, loss in held_out_losses(out).items() if step % 2 == 0} == held_out_losses(straight_out)
+    assert held_out_losses(out) == held_out_losses(straight_out)
+
+
+def test_a_stop_that_was_the_best_does_not_displace_the_best_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints that are no measurements come between: it goes on, and step 3 is the result."""
+    out, scores = tmp_path / "run", {3: 2.0, 6: 1.5, 7: 2.5, 9: 1.6, 12: 1.7}
+    measure = Trainer._measure
+
+    def measured(self: Trainer, done: int, *rest: Any) -> None:
+        figures = {"loss": 1.0, "hits_by_depth": [0.5], "rows_by_depth": [1], "score": scores[done]}
+        monkeypatch.setattr(Trainer, "held_out_figures", lambda *_: figures)
+        measure(self, done, *rest)
+
+    monkeypatch.setattr(Trainer, "_measure", measured)
+    stops = iter([False] * 7 + [True])
+    dataclasses.replace(watched(out, should_stop=lambda: next(stops)), held_out_every=3).run(initial())
+    dataclasses.replace(watched(out, should_stop=lambda: True), held_out_every=3).run(initial())
+    assert best_held_out(read_log(out / LOG))["step"] == 7
+    dataclasses.replace(watched(out), held_out_every=3).run(initial())
+    assert best_held_out(read_log(out / LOG))["step"] == 3
+    assert {int(path.name) for path in (out / CHECKPOINTS).iterdir()} >= {3, 12}
 
 
 @pytest.mark.parametrize(("trained", "rate", "kept"), [(True, 10.0, True), (False, 0.02, False)])
@@ -264,8 +297,13 @@ def test_the_start_is_step_0_and_is_kept_if_no_step_is_better(
 
     training(should_stop=lambda: next(stops)).run(start)
     params = training().run(start)
-    assert list(held_out_losses(out)) == [0, 4, 5, 8, 12]
+    assert list(held_out_losses(out)) == [0, 4, 8, 12]
     assert steps_of(out, "evaluation") == [0, 5, 12]
+    best = best_held_out(read_log(out / LOG))
+    measured = [line["evaluation"]["step"] for line in read_log(out / LOG) if "evaluation" in line]
+    assert measured[0] == 0
+    assert best is not None
+    assert measured[-1] == best["step"]
     assert same(evaluated[0], start)
     assert same(evaluated[-1], params)
     assert same(params, start) == kept

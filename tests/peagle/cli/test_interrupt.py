@@ -22,7 +22,8 @@ SPECULATE = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids
 
 def test_the_second_ends_it_at_once_whatever_it_is_doing() -> None:
     with Terminal(
-        IN_A_CALLBACK.format(then="print('again', flush=True); time.sleep(1e6)") + TOY_PROCESS, *GENERATE
+        IN_A_CALLBACK.format(then="interrupt.APART_S = 0; print('again', flush=True); time.sleep(1e6)") + TOY_PROCESS,
+        *GENERATE,
     ) as terminal:
         terminal.wait_for(b"press")
         terminal.press(CTRL_C)

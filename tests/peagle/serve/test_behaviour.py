@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from fastapi.testclient import TestClient
 
+from peagle.ops import interrupt
 from peagle.serve import loop as engine_loop
 from peagle.serve.app import create_app
 from peagle.serve.service import Service
@@ -219,7 +220,10 @@ def test_after_the_deadline_open_answers_get_an_error(make: Make) -> None:
     eventually(lambda: is_idle(service))
 
 
-def test_a_second_signal_cuts_answers_off_and_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_signal_cuts_answers_off_and_says_so(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupt, "APART_S", 0)
     service, said = make(), list[str]()
     gate = Gate(service)
     with running(service, note=said.append) as server:

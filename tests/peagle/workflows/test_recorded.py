@@ -88,6 +88,8 @@ def documents_of(
             ],
         ),
         ([assistant("goes on"), user("a"), assistant("b")], ["<|channel|>final<|message|>b<|return|>"]),
+        ([assistant("goes"), assistant("on"), user("a"), assistant("b")], ["<|channel|>final<|message|>b<|return|>"]),
+        ([user("a"), assistant("b<|return|>")], ["<|channel|>final<|message|>b<|return|>"]),
         ([user("a"), assistant("b"), user("c")], ["<|channel|>final<|message|>b<|return|>"]),
     ],
 )
@@ -98,7 +100,8 @@ def test_an_answer_is_trained_after_the_prompt_that_asked_for_it(
     assert not left_out
     assert [detokenize(tokenizer, document.token_ids[document.trained].tolist()) for document in documents] == answers
     assert {document.conversation for document in documents} == {7}
-    places = [at for at, message in enumerate(chat) if at and message["role"] == "assistant"]
+    first = next(at for at, message in enumerate(chat) if message["role"] != "assistant")
+    places = [at for at, message in enumerate(chat) if at > first and message["role"] == "assistant"]
     for document, place in zip(documents, places, strict=True):
         asked = tmp_path / "asked.jsonl"
         asked.write_text(json.dumps({"messages": chat[:place]}))
@@ -139,6 +142,44 @@ def test_token_ids_are_taken_with_their_mask_up_to_the_context(directory: Path, 
     assert "line 5" in far
 
 
+THOUGHT, SAYS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", "<|channel|>final<|message|>b"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (assistant(f"{THOUGHT} to=functions.f<|channel|>commentary json<|message|>{{}}<|call|>"), "spells"),
+        (assistant(f"{THOUGHT}<|channel|>commentary<|message|>A plan.<|end|><|start|>assistant{SAYS}"), "spells"),
+        (assistant("<|channel|>commentary<|message|>A plan.<|end|>"), "spells"),
+        (assistant(f"{THOUGHT}{THOUGHT}{SAYS}"), "spells"),
+        (assistant(f"Hm.<|end|><|start|>assistant{SAYS}"), "spells"),
+        (assistant("<|channel|>final <|constrain|>json<|message|>{}"), "spells"),
+        (assistant("<|channel|>analysis<|message|>Hm"), "spells"),
+        (assistant("<|channel|>analysis<|message|>Hm.<|end|>"), "spells"),
+        (assistant("", reasoning_content="Hm."), "has neither content nor a tool call"),
+        (assistant(""), "has neither content nor a tool call"),
+        ({"role": "assistant", "content": None}, "has neither content nor a tool call"),
+        (CALLS | {"tool_calls": [F, F]}, "has 2 tool calls"),
+    ],
+)
+def test_an_answer_that_a_template_does_not_write_as_the_target_did_is_left_out(
+    directory: Path, tmp_path: Path, answer: Any, why: str
+) -> None:
+    """The next one is trained."""
+    documents, left_out = documents_of(
+        directory, tmp_path, {"messages": [user("a"), answer, user("c"), assistant("d")]}
+    )
+    assert len(documents) == 1
+    (line,) = left_out
+    assert f"line 1: a recorded answer {why}" in line
+
+
+def test_an_answer_beside_a_prompt_is_held_to_the_same(directory: Path, tmp_path: Path) -> None:
+    documents, (why,) = documents_of(directory, tmp_path, {"prompt": "a", "output": THOUGHT})
+    assert not documents
+    assert "a recorded answer spells" in why
+
+
 def test_an_answer_whose_end_a_template_hides_is_left_out(directory: Path, tmp_path: Path) -> None:
     documents, (why,) = documents_of(directory, tmp_path, {"messages": [user("a"), assistant("b")]}, stops=(0,))
     assert not documents
@@ -152,6 +193,7 @@ def test_an_answer_whose_end_a_template_hides_is_left_out(directory: Path, tmp_p
         ({"messages": [assistant("b"), user("a")]}, "has no recorded answer"),
         ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "has no recorded answer"),
         ({"question": "a", "answer": "b"}, "has no recorded answer"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1]}, "loss_mask that begins with 1; expected a prompt before"),
         ({"input_ids": [1, 2], "loss_mask": [0]}, "expected two lists of one length"),
         ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "the second of 0 and 1"),
         ({"input_ids": [1, "x"], "loss_mask": [0, 1]}, "expected integers"),

@@ -152,6 +152,16 @@ def test_steps_of_some_conversations_are_profiled_and_those_missing_again(lab: L
     assert not any("why_not" in share for share in shares)
 
 
+def test_a_run_whose_lines_lack_the_tokens_after_the_end_has_the_same_figures(finished: Folder) -> None:
+    samples = finished.samples()
+    assert any(sample.counters.num_truncated for sample in samples)
+    lines = [json.loads(line) for line in (finished.path / RAW).read_text().splitlines()]
+    for line in lines:
+        line.pop("num_truncated", None)
+    (finished.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert open_run(finished.path).samples() == samples
+
+
 def test_a_run_of_the_schema_before_has_its_figures_but_the_shares(finished: Folder) -> None:
     record = json.loads((finished.path / RUN).read_text())
     old = {"temperature": 0.0, "k": 3, "drafter": "demo", "draft_frac": 0.2, "verify_frac": 0.7, "host_frac": 0.1}

@@ -1,5 +1,6 @@
 """What a training says about itself: when its time is over, how it goes, and what to try next."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from drafter.train.trainer import Deadline
 from peagle.cli.run_train import describe_log_line
-from peagle.workflows.training import Deadline, planned_steps
+from peagle.workflows.training import planned_steps
 from peagle.workflows.training_advice import memorised_data, no_gain, weak_drafter
 
 
@@ -98,7 +100,7 @@ def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
     """All answers had one token: no step drafted."""
     kinds = ("acceptance_length", "acceptance_length_without_loops", "acceptance_length_at_temperature_1")
-    line = {"step": 4, "evaluation": {**dict.fromkeys(kinds), "num_outputs": 3}}
+    line = {"step": 4, "evaluation": {**dict.fromkeys(kinds), "num_outputs": 3, "step": 4}}
     says = "step 4: acceptance length - greedily, - without loops, - at temperature 1, of 3 held-out prompts"
     assert describe_log_line(line) == says
 
@@ -113,7 +115,7 @@ def test_every_line_of_a_curve_is_readable_on_a_dark_page(tmp_path: Path, curves
     log = [{"step": step, "loss": 3.0 - step, "hits_by_depth": [0.1 * step] * depths} for step in (1, 2)]
     lengths = {"acceptance_length": 2.0, "acceptance_length_without_loops": 1.5}
     lengths |= {"acceptance_length_at_temperature_1": 1.25}
-    log.append({"step": 2, "evaluation": {**lengths, "num_speculative_tokens": 7}})
+    log.append({"step": 2, "evaluation": {**lengths, "num_speculative_tokens": 7, "step": 2}})
     rules, _, body = Path(curves(log, tmp_path)).read_text(encoding="utf-8").partition("</style>")
     assert "@media (prefers-color-scheme: dark)" in rules
     lines = set(re.findall(r"fill: none; stroke: (#\w{6}); stroke-width: 1.5", body))
@@ -124,23 +126,17 @@ def test_every_line_of_a_curve_is_readable_on_a_dark_page(tmp_path: Path, curves
 
 def test_a_deadline_counts_neither_the_first_step_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("peagle.workflows.training.time", SimpleNamespace(monotonic=lambda: now[0]))
-    deadline, unending = Deadline(1.0), Deadline(None)
-
-    def evaluate(_: Any) -> dict[str, Any]:
-        now[0] += 600
-        return {"acceptance_length": 2.0}
-
-    over = []
-    for seconds in (500, 500, 59, 1):  # loading; compiling; two steps
+    monkeypatch.setattr("drafter.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    deadline, left_s = Deadline(1.0), []
+    for seconds in (500, 59, 1):  # loading and compiling; two steps
         now[0] += seconds
-        over.append(deadline.over())
-        assert deadline.outside(evaluate)(None) == {"acceptance_length": 2.0}  # type: ignore[arg-type]
-    assert over == [False, False, False, True]
-    assert Deadline(0.0).over()
-    assert not unending.over()
-    now[0] += 1e9
-    assert not unending.over()
+        deadline.begin()
+        left_s.append(deadline.left_s)
+        now[0] += 600  # of an evaluation
+        deadline.paused(600.0)
+    assert left_s == [60.0, 1.0, 0.0]
+    assert Deadline(0.0).left_s == 0
+    assert Deadline(None).left_s == math.inf
 
 
 def test_held_out_losses_take_their_part_of_the_minutes() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import peagle.workflows.answers
-from drafter.train.shards import Document, read_part, read_shards
+from drafter.train.shards import Document, read_part, read_shard, read_shards, shard_path
 from peagle.config import SamplingParams
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, chat_messages, from_ids
@@ -192,17 +192,38 @@ def test_a_shard_without_room_is_refused_before_the_target_reads_it(
 def test_answers_that_are_cut_and_turns_without_room_are_counted(lab: Lab) -> None:
     command = f"data --target {lab.target} --prompt-file {lab.prompts} --slots 2"
     said = lab.run(0, command, "--context 6 --out", lab.root / "short")
-    assert "3 of 4 answers end at a limit, the others at a stop token" in said
+    assert "1 of 4 answers end at a stop token, 3 at --context 6" in said
     assert "3 of 4 answers are cut at --context 6, and a drafter learns no ends from them; a larger --context" in said
     assert "1 of 5 turns have no answer in the data, the first: " in said
     assert "3 of 4 answers are cut at -n 1, and" in lab.run(
         0, command, "--context 6 -n 1 --quiet --out", lab.root / "n"
     )
+    said = lab.run(0, command, "--context 6 -n 4 --out", lab.root / "both")
+    assert re.search(r"\d of 4 answers end at a stop token, \d at -n 4, \d at --context 6", said)
     longest = max(len(document.token_ids) for document in read_shards(lab.root / "short"))
     assert longest == 6
     command = command.replace(str(lab.prompts), str(write_prompts(lab.root / "long.jsonl", *PROMPTS[:4])))
     assert "none of the prompts can be answered, the first: " in lab.run(2, command, "--context 2 --out", lab.out)
     lab.run(0, command, "--context 6 --out", lab.out)  # the folder holds nothing
+
+
+def test_a_run_that_makes_no_answer_has_no_lengths(lab: Lab) -> None:
+    """The shard that was missing holds a prompt without room."""
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} --shard-prompts 1 --context 6 -n 1 --out"
+    lab.run(0, command, lab.out)
+    (empty,) = [number for number in range(5) if not read_shard(shard_path(lab.out, number))]
+    shard_path(lab.out, empty).unlink()
+    said = lab.run(0, command, lab.out)
+    assert "0 documents, 0 tokens" in said
+    assert "lengths" not in said
+
+
+def test_data_go_on_with_the_same_chat_template_alone(lab: Lab, answering: Path) -> None:
+    command = f"data --target {answering} --prompt-file {lab.prompts} --shard-prompts 1 --context 6 -n 1 --out"
+    lab.run(0, command, lab.out)
+    template = answering / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    assert "was made with --target" in lab.run(2, command, lab.out)
 
 
 def test_a_shard_without_an_answer_stops_no_other(lab: Lab) -> None:
@@ -247,11 +268,13 @@ def test_recorded_answers_are_taken_as_they_are(
     assert "line 3 has no recorded answer" in said
     assert "-n, --temperature: no effect with --answers recorded" in said
     assert "4 documents" in said
-    assert "0 of 4 answers end at a limit" in said
+    assert "4 of 4 answers end at a stop token\n" in said
+    assert "are cut" not in said
+    lab.run(0, command, lab.root / "data")  # it is complete, without what had no effect
     tokenizer = load_tokenizer(answering)
     assert tokenizer is not None
     documents = read_shards(lab.root / "data")
-    assert [document.conversation for document in documents] == [0, 1, 1, 2]
+    assert len({document.conversation for document in documents}) == 1  # each begins with the first one
     for document, before in zip(documents, (CHAT[:1], CHAT[:1], [*CHAT, *CHAT[:1]], CHAT[:1]), strict=True):
         assert tuple(document.prompt) == tokenizer.encode_chat(before)
         assert detokenize(tokenizer, document.token_ids[document.trained].tolist()) == "3<|return|>"
@@ -271,7 +294,8 @@ def test_rows_of_speculators_are_data(lab: Lab, tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({**row, "metadata": {}, "debug": {}}) + "\n" for row in rows))
     said = lab.run(0, f"data --target {lab.target} --prompt-file {path} --answers recorded --out {lab.out}")
     assert "no effect" not in said
-    assert "1 of 3 answers end at a limit" in said
+    assert "2 of 3 answers end at a stop token, 1 at another token" in said
+    assert "1 of 3 recorded answers do not end at a stop token, and a drafter learns no ends from them" in said
     documents = read_shards(lab.out)
     assert [document.token_ids.tolist() for document in documents] == [row["input_ids"] for row in rows]
     assert [document.trained.astype(int).tolist() for document in documents] == [row["loss_mask"] for row in rows]
@@ -290,7 +314,7 @@ def test_recorded_answers_go_on_after_an_interruption(
             patch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
             press_ctrl_c_at(patch, where, name, call)
             lab.run(130, command, lab.out)
-    lab.run(0, command, lab.out)
+    assert "; 5 of the documents are of a run before" in lab.run(0, command, lab.out)
     lab.run(0, command, whole)
     same_documents(whole, lab.out)
 
@@ -327,6 +351,18 @@ def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(
         assert says in lab.train("--width 16", more, code=2, data=out)
     without_top = lab.run(2, command, "--keep-prompt 2 --out", lab.root / "other")
     assert "give --hidden and --top, too, or leave it out" in without_top
+
+
+TAUGHT = "--keep-prompt 2 --hidden --top 2 --taps 0,1,2"
+
+
+def test_turns_that_are_rows_of_their_own_stay_together_when_prompts_are_cut(lab: Lab) -> None:
+    rows = [[17, 4, 90, 8], [17, 4, 90, 8, 5, 31, 7, 6], [17, 4, 90, 80], [9, 8, 7, 6]]
+    path = write_prompts(lab.root / "rows.jsonl", *rows)
+    lab.run(0, f"data --target {lab.target} --prompt-file {path} -n 2 --shard-prompts 1 --out", lab.out, TAUGHT)
+    first, later, *others = (document.conversation for document in read_shards(lab.out))
+    assert first == later
+    assert len({first, *others}) == 3
 
 
 def test_the_teacher_reads_few_long_documents_at_a_time_and_each_once() -> None:

@@ -399,6 +399,23 @@ def test_a_training_goes_on_after_ctrl_c_to_the_same_bits_and_takes_more_steps(
     assert "6 steps of 2 rows" in card_of(lab.out)
 
 
+@pytest.mark.parametrize("part", ["command", "rows_per_step"])
+def test_a_recipe_without_a_part_is_refused_without_resume_too(lab: Lab, trained: Path, part: str) -> None:
+    out = Path(shutil.copytree(trained, lab.out))
+    recipe = json.loads((out / "recipe.json").read_text())
+    del recipe[part]
+    (out / "recipe.json").write_text(json.dumps(recipe))
+    assert f"recipe.json has no {part}; expected what peagle train writes" in lab.train(code=2)
+
+
+@pytest.mark.usefixtures("no_step")
+def test_a_target_whose_name_is_a_number_is_found_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(lab.root)
+    shutil.copytree(lab.target, "2024")
+    lab.train(target=Path("2024"), code=2)
+    assert json.loads((lab.out / RECIPE).read_text())["command"]["target"] == str(lab.root / "2024")
+
+
 def test_what_does_not_go_on_is_refused(lab: Lab, trained: Path) -> None:
     """Another recipe, fewer steps, a folder of something else, no step yet to write a drafter from."""
     shutil.copytree(trained, lab.out)
@@ -534,9 +551,9 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     too_few = "--minutes is 0.5, and a step takes 60 s; expected time for a step"
     assert too_few in minutes(lab, 0.5, code=2)
     assert not lab.out.exists()
-    over = iter([False, True])
     with monkeypatch.context() as patch:
-        patch.setattr("peagle.workflows.training.Deadline.over", lambda _: next(over))
+        left_s = property(lambda deadline: 180.0 if deadline._end is None else 0.0)
+        patch.setattr("drafter.train.trainer.Deadline.left_s", left_s)
         messages = minutes(lab, 3)
     expect_all(
         messages,
