@@ -152,9 +152,8 @@ def weight_bytes(directory: Path, dtype: DTypeLike, *, implementation: Implement
     return total
 
 
-def shared_tensors(directory: Path) -> list[str]:
+def shared_tensors(checkpoint: Checkpoint) -> list[str]:
     """List the tensors that a drafter takes from its target: its embedding, its head. Reads no weights."""
-    checkpoint = open_drafter(directory)
     names = set() if is_dflash_config(checkpoint.config) else checkpoint.names
     return [name for name in (EMBEDDING, LM_HEAD) if name not in names]
 

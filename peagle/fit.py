@@ -75,7 +75,7 @@ def fitting_aux_layers(
         raise other("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
     if drafter.vocab_size != target.vocab_size:
         raise other("its vocabulary has size", drafter.vocab_size, target.vocab_size)
-    if (shared := shared_tensors(checkpoint.directory)) and drafter.hidden_size != target.hidden_size:
+    if (shared := shared_tensors(checkpoint)) and drafter.hidden_size != target.hidden_size:
         raise other(f"it takes {shared[0]} from its target and has a width of", drafter.hidden_size, target.hidden_size)
     n, named = target.num_layers, named_aux_layers(checkpoint.config)
     if drafter.num_target_layers not in (None, n):

@@ -411,13 +411,14 @@ def _embedding_and_head(
 
     No rank of a sharded target holds the whole head: read both again if the drafter needs them, else return None.
     """
+    from drafter.dialects import open_drafter
     from drafter.load import shared_tensors
     from target.load import load_embedding_and_head
 
     params = local_model(target).params
     if not isinstance(target, Sharded):
         return params.embedding, params.lm_head
-    if not shared_tensors(drafter_directory):
+    if not shared_tensors(open_drafter(drafter_directory)):
         return None, None
     return load_embedding_and_head(target_directory, dtype, params.implementation)
 

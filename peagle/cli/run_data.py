@@ -278,18 +278,18 @@ def _groups(conversations: Sequence[Conversation]) -> list[int]:
 
 
 def _summary(checked: CheckedData, settings: Data, tally: Tally, seconds: float) -> list[str]:
-    made = f"{tally.num_documents:,} documents, {tally.num_tokens:,} tokens, {tally.num_trained:,} of them "
+    totals = f"{tally.num_documents:,} documents, {tally.num_tokens:,} tokens, {tally.num_trained:,} of them "
     if settings.answers == "recorded":
-        made += "of recorded answers"
+        totals += "of recorded answers"
     else:
-        made += "the target's"
+        totals += "the target's"
         if new := tally.num_trained - tally.num_kept_trained:
-            made += f", {new / seconds:,.0f} tok/s"
+            totals += f", {new / seconds:,.0f} tok/s"
     if tally.num_kept:
-        made += f"; {tally.num_kept:,} of the documents are of a run before"
+        totals += f"; {tally.num_kept:,} of the documents are of a run before"
     lines = [
         f"data         {len(checked.starts)} shards in {checked.out} ({len(checked.missing)} new)",
-        f"new          {made}",
+        f"new          {totals}",
     ]
     if tally.lengths:
         lines += [f"lengths      {lengths_in_words(tally.lengths)}", f"ends         {_ends(tally)}"]

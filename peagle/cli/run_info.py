@@ -74,24 +74,24 @@ def inspect(settings: Info) -> int:
         if shape is not None:
             rows += mesh_rows(files, shape, device, slots, settings.context)
         tables[path] = "GPT-OSS target", rows
-    doubts = []
+    warnings = []
     for name, path, checkpoint, config in drafters:
         tables[path] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
-        doubts.append(doubtful_map(checkpoint, config))
+        warnings.append(doubtful_map(checkpoint, config))
         if not targets and aux_layer_ids is None:
-            doubts.append(doubtful_aux_layers(named_aux_layers(checkpoint.config), name))
+            warnings.append(doubtful_aux_layers(named_aux_layers(checkpoint.config), name))
     for name, path in paths:
         _print_table(name, *tables[path])
     if targets and drafters:
         (target_name, target_path, target), (drafter_name, drafter_path, drafter, _) = targets[0], drafters[0]
         layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
         show_lines([f"They fit: the drafter reads the outputs of the target's layers {_list(layers.outputs)}."])
-        doubts += [layers.warning, another_target(drafter_path, target_path)]
+        warnings += [layers.warning, another_target(drafter_path, target_path)]
     if settings.role is not None:
         drafting = (drafters[0][1], drafters[0][3]) if drafters else None
         rows = engine_rows(settings, slots, targets[0][1:], drafting)
         _print_table(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
-    show_lines([f"WARNING: {doubt}" for doubt in doubts if doubt is not None])
+    show_lines([f"WARNING: {warning}" for warning in warnings if warning is not None])
     return 0
 
 

@@ -3,10 +3,9 @@
 Why this is lossless. Plain decoding draws token i from p_i, its distribution after the tokens before it (greedy: a
 point mass on the argmax): x_i = choose(logits_i, key_i). The key depends on the seed, the request's index and the
 token's index alone. Acceptance draws the same x_i. Draft i is accepted iff it equals x_i. The first x_i that differs is
-the recovered token;
-if all drafts are accepted, x_K is the bonus token. Position i + 1 counts only if draft i was accepted, so its logits
-follow exactly the emitted tokens. So with the same seed the emitted tokens equal plain decoding's, whatever drafts
-them, however many are drafted, and by whatever rule widths are chosen.
+the recovered token; if all drafts are accepted, x_K is the bonus token. Position i + 1 counts only if draft i was
+accepted, so its logits follow exactly the emitted tokens. So with the same seed the emitted tokens equal plain
+decoding's, whatever drafts them, however many are drafted, and by whatever rule widths are chosen.
 
 A drafter can only agree more or less often. The argmax of its distribution q agrees with probability p(argmax q). A
 draft drawn from q with the same key (peagle.ops.draw) agrees more often where the target is uncertain: with

@@ -1,8 +1,8 @@
 """The routes of OpenAI's HTTP interface over one engine.
 
 http.py reads and checks a body (bodies.py); requests.py makes the engine's requests of it, which loop.py runs.
-answers.py turns their chunks into text; chat.py, completions.py and responses.py write it as a reply or as server-sent
-events.
+open_answers.py turns their chunks into text; chat.py, completions.py and responses.py write it as a reply or as
+server-sent events.
 """
 
 import dataclasses

@@ -103,13 +103,13 @@ def _past(service: Service, body: ResponsesBody, owner: str) -> PastItems:
     items: Sequence[StoredItem] = ()
     if body.previous_response_id is not None:
         items = service.responses.response(owner, body.previous_response_id, "previous_response_id").conversation
-    given = () if isinstance(body.input, str) else body.input
+    own = () if isinstance(body.input, str) else body.input
     named = {
         index: service.responses.item(owner, item.id, f"{_name(index)}.id")
-        for index, item in enumerate(given)
+        for index, item in enumerate(own)
         if isinstance(item, ItemReference)
     }
-    new = sum(count_parts(vars(item), "input") for index, item in enumerate(given) if index not in named)
+    new = sum(count_parts(vars(item), "input") for index, item in enumerate(own) if index not in named)
     past = [*items, *named.values()]  # a reference may come again
     check_messages(new + sum(item.num_parts for item in past), service.builder.context, "input")
     if (size := sum(len(item.data) for item in past)) > service.max_body:
@@ -133,7 +133,10 @@ def _stored_input(body: ResponsesBody, past: PastItems) -> list[StoredItem]:
     """Make the items of a response's input, with those of the responses before it."""
     return [
         *past.items,
-        *(past.references[item.id] if isinstance(item, ItemReference) else _stored(item) for item in _given(body)),
+        *(
+            past.references[item.id] if isinstance(item, ItemReference) else _stored(item)
+            for item in _input_items(body)
+        ),
     ]
 
 
@@ -145,7 +148,7 @@ def _stored(item: Item) -> StoredItem:
     return StoredItem.of({"id": _new_id(fields["type"]), "status": "completed", **fields})
 
 
-def _given(body: ResponsesBody) -> Sequence[Item | ItemReference]:
+def _input_items(body: ResponsesBody) -> Sequence[Item | ItemReference]:
     """Return the input's items."""
     return [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
@@ -272,7 +275,7 @@ def _messages(body: ResponsesBody, past: PastItems) -> list[_NamedMessage]:
         messages.append((ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")))
     items = [_NamedItem(item.id, ITEM.validate_json(item.data)) for item in past.items]
     references = {name: ITEM.validate_json(item.data) for name, item in past.references.items()}
-    for index, item in enumerate(_given(body)):
+    for index, item in enumerate(_input_items(body)):
         if isinstance(item, ItemReference):
             item = references[item.id]
         items.append(_NamedItem("input" if isinstance(body.input, str) else _name(index), item))

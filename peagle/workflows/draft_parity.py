@@ -48,7 +48,7 @@ def replay(drafter: Drafter, text: DraftedText, num_drafts: int, blind: bool = F
     capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS
     state = drafter.init_state(1, capacity, max(capacity, 2 * num_drafts))  # the prompt is written at once
     if not blind:
-        ids, aux = _padded(text.token_ids[1:prompt], capacity), _padded(text.aux_hidden[: prompt - 1], capacity)
+        ids, aux = padded(text.token_ids[1:prompt], capacity), padded(text.aux_hidden[: prompt - 1], capacity)
         row = np.arange(capacity, dtype=np.int32)
         positions = np.where(row < prompt - 1, row, -1)[None]
         state = jax.jit(type(drafter).absorb)(drafter, state, ids, aux, positions)
@@ -56,8 +56,8 @@ def replay(drafter: Drafter, text: DraftedText, num_drafts: int, blind: bool = F
     committed = [(max(first, end - widest), end) for first, end in zip(before, text.lengths, strict=False)]
     committed += [committed[-1]] * (-len(committed) % STEPS)
     leaves: dict[str, Any] = {
-        "token_ids": np.stack([_padded(text.token_ids[first + 1 : end + 1], widest) for first, end in committed]),
-        "aux_hidden": np.stack([_padded(text.aux_hidden[first:end], widest) for first, end in committed]),
+        "token_ids": np.stack([padded(text.token_ids[first + 1 : end + 1], widest) for first, end in committed]),
+        "aux_hidden": np.stack([padded(text.aux_hidden[first:end], widest) for first, end in committed]),
         "num": np.array([[end - first] for first, end in committed], np.int32),
         "first_position": np.array([[first] for first, _ in committed], np.int32),
     }
@@ -78,8 +78,8 @@ def _propose_in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: 
     return jax.lax.scan(propose, state, drafter_inputs)[1]
 
 
-def _padded(rows: np.ndarray, width: int) -> Any:
-    """Pad to [1, width, ...]; in NumPy, which dispatches no program."""
+def padded(rows: np.ndarray, width: int) -> Any:
+    """Pad rows [n, ...] with zeros to [1, width, ...]; in NumPy, which dispatches no program."""
     return np.pad(rows, [(0, width - len(rows)), *((0, 0),) * (rows.ndim - 1)])[None]
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.dialects import DEFAULT_DRAFTS, PACKAGE, VLLM, Dialect, refused_by
+from drafter.dialects import DEFAULT_DRAFTS, PACKAGE, VLLM, Dialect, open_drafter, refused_by
 from drafter.load import load_drafter, save_drafter, shared_tensors, sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, LOG, read_log
@@ -73,7 +73,7 @@ def export(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists; expected a new folder, so that nothing is overwritten")
-    shared_tensors(source)  # raises for an absent folder, before other errors
+    open_drafter(source)  # raises for an absent folder, before other errors
     trained_for = _trained_for(source) if verifier is None else None
     verifier = name_for_others(trained_for) if verifier is None else name_for_others(verifier) or verifier
     if dialect == "speculators" and verifier is None:
@@ -94,7 +94,7 @@ def export(
     beside = {name: source / name for name in (FREQUENT_TOKENS, SPECULATION_FILE)}
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
     write_with_card(out, params, config, dialect, verifier, target, source.parent, files)
-    shared = shared_tensors(out)
+    shared = shared_tensors(open_drafter(out))
     ends: dict[str, Any] = {"target_embedding": params.embedding, "target_lm_head": params.lm_head} if shared else {}
     read_back = load_drafter(out, **ends)
     if read_back[1] != config or not _equal(params, read_back[0]):
@@ -130,7 +130,7 @@ def _load(
 
     Raises InputError if it needs them and no target is named.
     """
-    shared = shared_tensors(source)
+    shared = shared_tensors(open_drafter(source))
     if shared and target_directory is None:
         raise InputError(
             f"{source} does not store {' and '.join(shared)}: it shares its target's; give --verifier DIR, the "

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig, Kind
-from drafter.dialects import default_dflash_layers
+from drafter.dialects import default_dflash_layers, open_drafter
 from drafter.load import inspect_drafter, load_drafter, shared_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.train.config import DrafterShape, KindName, TrainConfig
@@ -261,7 +261,7 @@ def init_params_of(init: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ..
     """Load the parameters of --init, with the target's embedding and head if it stores none."""
     directory = resolve(init, "drafter")
     embedding = lm_head = None
-    if shared_tensors(directory):  # copies, because training overwrites them
+    if shared_tensors(open_drafter(directory)):  # copies, because training overwrites them
         embedding, lm_head = jnp.array(loaded.params.embedding), jnp.array(cast(jax.Array, loaded.params.lm_head))
     return load_drafter(
         directory, jnp.float32, target_embedding=embedding, target_lm_head=lm_head, aux_layer_ids=aux_layer_ids

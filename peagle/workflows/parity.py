@@ -41,6 +41,7 @@ from peagle.workflows.draft_parity import (
     accepted,
     causes,
     compare,
+    padded,
     replay,
 )
 from peagle.workflows.hf_reference import EmittedText, Outputs
@@ -135,7 +136,7 @@ def draft_texts(
         if not steps:
             continue
         ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
-        outputs = np.asarray(_aux_hidden(all_layers, _padded(ids, capacity)))
+        outputs = np.asarray(_aux_hidden(all_layers, padded(ids, capacity)))
         hidden = outputs[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
         hiddens.append(hidden)
         rows.append(request.index)
@@ -168,7 +169,7 @@ def emitted_texts(pair: Pair, drafted: DraftedTexts) -> Iterator[EmittedText]:
     for text, hidden in zip(drafted.texts, drafted.hiddens, strict=True):
         ids, first = text.token_ids, text.lengths[0] - 1
         rows = np.minimum(first + np.arange(most, dtype=np.int32), len(ids) - 1)[None]
-        logits = np.asarray(_logits(target, _padded(ids, drafted.capacity), rows))[0, : len(ids) - first]
+        logits = np.asarray(_logits(target, padded(ids, drafted.capacity), rows))[0, : len(ids) - first]
         norm = rms_norm(jnp.asarray(hidden[:, -1]), target.params.norm, target.config.rms_norm_eps)
         yield EmittedText(ids, Outputs(hidden, np.asarray(norm), logits.astype(np.float32)))
 
@@ -178,10 +179,6 @@ def _logits(target: GptOss, ids: Any, rows: Any) -> jax.Array:
     """Compute the logits [1, L, V] of rows [1, L] of a text that is padded to T tokens."""
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
     return target.extend(ids, positions, target.init_cache(1, ids.shape[1], ids.shape[1]), rows)[0].logits
-
-
-def _padded(ids: np.ndarray, capacity: int) -> np.ndarray:
-    return np.pad(ids, (0, capacity - len(ids)))[None]
 
 
 def examine(

@@ -13,7 +13,7 @@ from peagle.ops.memory import tree_bytes
 from target.config import TargetConfig
 from target.params import MoeParams, TargetParams
 
-EXPERTS, ATTENTION, PRODUCTS, MOST_PAUSE = PARTS = ("experts, with router", "attention", "qkv, output and head", "rest")
+EXPERTS, ATTENTION, PRODUCTS, REST = PARTS = ("experts, with router", "attention", "qkv, output and head", "rest")
 # prefixes of the names of kernels, with cuBLAS' and XLA's
 NAMES = {
     EXPERTS: (
@@ -41,7 +41,7 @@ def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> di
 
 def part_of(kernel: str) -> str:
     """Find a kernel's part by its name."""
-    return next((part for part, names in NAMES.items() if kernel.startswith(names)), MOST_PAUSE)
+    return next((part for part, names in NAMES.items() if kernel.startswith(names)), REST)
 
 
 def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, context: int) -> dict[str, float]:

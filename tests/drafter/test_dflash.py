@@ -167,7 +167,7 @@ def test_the_layout_of_the_file(tmp_path: Path) -> None:
     assert config["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 3]}
     assert config["block_size"] == 8
     assert is_drafter_config(config)
-    assert shared_tensors(tmp_path) == ["embed_tokens.weight", "lm_head.weight"]
+    assert shared_tensors(open_drafter(tmp_path)) == ["embed_tokens.weight", "lm_head.weight"]
 
 
 def test_layout_of_z_lab_is_read(tmp_path: Path) -> None:

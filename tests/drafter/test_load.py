@@ -251,7 +251,7 @@ def test_layouts_of_other_projects_load_as_the_same_drafter(tmp_path: Path, file
     params, read = load_drafter(file.write(tmp_path))
     assert read == dataclasses.replace(CONFIGS[file.name], **config)
     assert_same(params, random_params(CONFIGS[file.name]))
-    assert shared_tensors(tmp_path) == []
+    assert shared_tensors(open_drafter(tmp_path)) == []
 
 
 def test_the_key_of_aux_layer_ids_decides_whether_they_are_inputs_or_outputs(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_tensors_that_the_target_shares_may_be_missing(tmp_path: Path) -> None:
     head = rng.standard_normal((config.hidden_size, config.vocab_size)).astype(np.float32)
     shared = ["embed_tokens.weight", "lm_head.weight"]
     directory = File(tensors=dict.fromkeys(shared, GONE)).write(tmp_path / "shared")
-    assert shared_tensors(directory) == shared
+    assert shared_tensors(open_drafter(directory)) == shared
     loaded, _ = load_drafter(directory, target_embedding=embedding, target_lm_head=jnp.asarray(head))
     np.testing.assert_array_equal(loaded.embedding, embedding)
     np.testing.assert_array_equal(loaded.lm_head, head[:, np.asarray(params.draft_to_target)])

@@ -24,7 +24,7 @@ LOOPING = headline.percent(LOOPING_ABOVE)
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table with a line per Row; left out if all its cells are "-"."""
+    """A column of a table with a line per VariantRow; left out if all its cells are "-"."""
 
     name: str
     text: Callable[[VariantRow], str]
