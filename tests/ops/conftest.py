@@ -21,7 +21,7 @@ from peagle.ops.native import build
 from peagle.ops.native.build import instruction_sets
 
 CANNOT = ("this CPU runs", "kernels are for CPUs")  # only these skip a test; a set that was not compiled fails it
-SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that differs by products of bytes alone
+SIMPLER = {"avx512": ("avx512vnni", "avx512bf16")}  # a set, and the better ones that only multiply matrices otherwise
 
 IN_TURN = "in_turn"  # in the place of an instruction set in the names of XLA's calls
 HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # XLA_FFI_Error* (XLA_FFI_CallFrame*)
@@ -48,8 +48,8 @@ def running(isa: str, monkeypatch: pytest.MonkeyPatch, simplify: bool) -> Iterat
     """Select an instruction set; skip the test if this CPU lacks it or, to simplify, if another set is the same."""
     monkeypatch.delenv(native.VARIABLE, raising=False)
     native.status.cache_clear()
-    if simplify and SIMPLER.get(isa) == native.status()[0]:
-        pytest.skip(f"{native.status()[0]}, which this CPU runs, is the same here")
+    if simplify and native.status()[0] in SIMPLER.get(isa, ()):
+        pytest.skip("avx512vnni, which this CPU runs, is the same here")
     monkeypatch.setenv(native.VARIABLE, isa)
     native.status.cache_clear()
     try:
@@ -70,7 +70,7 @@ def running(isa: str, monkeypatch: pytest.MonkeyPatch, simplify: bool) -> Iterat
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Select an instruction set.
 
-    A module of operations without matrices sets NO_MATRICES: the two sets of SIMPLER share their code, which runs once.
+    A module of operations without matrices sets NO_MATRICES: the sets of SIMPLER share their code, which runs once.
     """
     with running(request.param, monkeypatch, getattr(request.module, "NO_MATRICES", False)):
         yield request.param

@@ -1,6 +1,7 @@
 // See kernels.h, Attention and Rotation.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <utility>
 
@@ -65,6 +66,35 @@ PEAGLE_INLINE void Turn(Floats (&v)[kLanes]) {
 
 constexpr int64_t kStretch = 64;  // positions whose values are summed together
 
+// Whether queries, keys, values and weights are multiplied as pairs of bfloat16: two inputs of a key, two positions' values.
+#if defined(__AVX512BF16__)
+template <bool kHalf>
+constexpr bool kPairs = kHalf;
+#else
+template <bool kHalf>
+constexpr bool kPairs = false;
+#endif
+
+// The inputs of a lane of keys.
+template <bool kHalf>
+constexpr int64_t kInputs = kPairs<kHalf> ? 2 : 1;
+
+// Inputs of a key, kInputs to a lane.
+template <bool kHalf>
+PEAGLE_INLINE Floats LoadInputs(const void* base, int64_t index) {
+  if constexpr (kPairs<kHalf>) return Load<Floats>(static_cast<const uint16_t*>(base) + index);
+  return LoadLanes<kHalf>(base, index);
+}
+
+// sum + a * b, lane by lane
+template <bool kHalf>
+PEAGLE_INLINE Floats AddProducts(Floats a, Floats b, Floats sum) {
+#if defined(__AVX512BF16__)
+  if constexpr (kHalf) return AddPairs(a, b, sum);
+#endif
+  return MulAdd(a, b, sum);
+}
+
 // Offsets of neighbouring positions' vectors, from a multiple of kLanes on. A position that no query reads gets the
 // offset of the nearest one that a query reads.
 struct Places {
@@ -77,9 +107,9 @@ struct Query {
   int64_t oldest, newest;  // the positions it reads
   int64_t place;           // offset of its vector, and of its output
   const float* sink;       // or null
-  float* vector;           // scaled; [head_dim]
-  float* weights;          // of all positions of the tiles
-  float* sums;             // [2][head_dim]: over values at even and at odd positions
+  const float* vector;     // [head_dim], or [head_dim / 2] pairs
+  float* weights;          // of all positions of the tiles; as pairs they become bfloat16
+  float* sums;             // [2][head_dim]: over values at even and at odd positions, or over every other pair
   float total;
 };
 
@@ -93,27 +123,29 @@ PEAGLE_INLINE bool Overlaps(const Query& query, int64_t position) {
 // kHead: the head's width if it is a constant, else 0
 template <bool kHalf, int kHead>
 PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const int64_t* at, int64_t width) {
-  const int64_t whole = (kHead > 0 ? kHead : width) / kLanes * kLanes;
+  constexpr int64_t n = kInputs<kHalf>;
+  const int64_t whole = (kHead > 0 ? kHead : width) / n / kLanes * kLanes;
   Floats parts[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     Floats part = {};
 #pragma GCC unroll 4
     for (int64_t h = 0; h < whole; h += kLanes)
-      part = MulAdd(Load<Floats>(query.vector + h), LoadLanes<kHalf>(keys, at[i] + h), part);
+      part = AddProducts<kHalf>(Load<Floats>(query.vector + h), LoadInputs<kHalf>(keys, at[i] + n * h), part);
     parts[i] = part;
   }
   return SumEach(parts);
 }
 
-// Transposes a tile's keys to [head_dim][kLanes], without the inputs after the last whole kLanes. Then a lane is a position,
-// and several queries share the loads.
+// Transposes a tile's keys to [head_dim / kInputs][kLanes], without the inputs after the last whole kLanes. Then a lane is a
+// position, and several queries share the loads.
 template <bool kHalf>
 void TurnKeys(const void* keys, const int64_t* at, int64_t width, float* turned) {
-  for (int64_t h = 0; h + kLanes <= width; h += kLanes) {
+  constexpr int64_t n = kInputs<kHalf>;
+  for (int64_t h = 0; h + kLanes <= width / n; h += kLanes) {
     Floats rows[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) rows[i] = LoadLanes<kHalf>(keys, at[i] + h);
+    for (int i = 0; i < kLanes; ++i) rows[i] = LoadInputs<kHalf>(keys, at[i] + n * h);
     Turn(rows);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) Store(turned + (h + i) * kLanes, rows[i]);
@@ -121,39 +153,44 @@ void TurnKeys(const void* keys, const int64_t* at, int64_t width, float* turned)
 }
 
 // sums[q] = the contribution of inputs first .. first + count - 1 of every kLanes, added in the order of Scores
-template <int kQueries, int kFirst, int kCount, int kHead>
+template <bool kHalf, int kQueries, int kFirst, int kCount, int kHead>
 PEAGLE_INLINE void AddInputs(const float* const (&vectors)[kQueries], const float* turned, int64_t width,
                              Floats (&sums)[kQueries]) {
   if constexpr (kCount == 1) {
-    const int64_t whole = (kHead > 0 ? kHead : width) / kLanes * kLanes;
+    const int64_t whole = (kHead > 0 ? kHead : width) / kInputs<kHalf> / kLanes * kLanes;
     for (int q = 0; q < kQueries; ++q) sums[q] = Floats{};
 #pragma GCC unroll 4
     for (int64_t h = kFirst; h < whole; h += kLanes) {
       const Floats keys = Load<Floats>(turned + h * kLanes);
-      for (int q = 0; q < kQueries; ++q) sums[q] = MulAdd(keys, vectors[q][h], sums[q]);
+      for (int q = 0; q < kQueries; ++q) sums[q] = AddProducts<kHalf>(keys, Repeat(vectors[q] + h), sums[q]);
     }
   } else {
     Floats others[kQueries];
-    AddInputs<kQueries, kFirst, kCount / 2, kHead>(vectors, turned, width, sums);
-    AddInputs<kQueries, kFirst + kCount / 2, kCount / 2, kHead>(vectors, turned, width, others);
+    AddInputs<kHalf, kQueries, kFirst, kCount / 2, kHead>(vectors, turned, width, sums);
+    AddInputs<kHalf, kQueries, kFirst + kCount / 2, kCount / 2, kHead>(vectors, turned, width, others);
     for (int q = 0; q < kQueries; ++q) sums[q] += others[q];
   }
 }
 
-template <int kQueries, int kHead>
+template <bool kHalf, int kQueries, int kHead>
 __attribute__((noinline)) void ScoresTurned(const Query* queries, const float* turned, int64_t width,
                                             Floats (&scores)[kQueries]) {
   const float* vectors[kQueries];
   for (int q = 0; q < kQueries; ++q) vectors[q] = queries[q].vector;
-  AddInputs<kQueries, 0, kLanes, kHead>(vectors, turned, width, scores);
+  AddInputs<kHalf, kQueries, 0, kLanes, kHead>(vectors, turned, width, scores);
 }
 
-// Completes the scores: adds the inputs after the last whole kLanes; sets positions that the query does not read to -inf.
+// Completes the scores: adds the inputs after the last whole kLanes, scales, and sets positions that the query does not read
+// to -inf.
 template <bool kHalf>
 PEAGLE_INLINE Floats Finish(Floats scores, const Query& query, const void* keys, const int64_t* at, int64_t position,
                             int64_t width) {
-  for (int64_t h = width / kLanes * kLanes; h < width; ++h)
-    for (int i = 0; i < kLanes; ++i) scores[i] = MulAdd(query.vector[h], LoadOne<kHalf>(keys, at[i] + h), scores[i]);
+  constexpr int64_t whole = kInputs<kHalf> * kLanes;
+  for (int64_t h = width / whole * whole; h < width; ++h) {
+    const float input = LoadOne<kPairs<kHalf>>(query.vector, h);
+    for (int i = 0; i < kLanes; ++i) scores[i] = MulAdd(input, LoadOne<kHalf>(keys, at[i] + h), scores[i]);
+  }
+  scores *= Broadcast(1.0f / __builtin_sqrtf(static_cast<float>(width)));
   Ints lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
   const int32_t before = static_cast<int32_t>(std::clamp<int64_t>(query.oldest - position, 0, kLanes));
@@ -164,6 +201,7 @@ PEAGLE_INLINE Floats Finish(Floats scores, const Query& query, const void* keys,
 }
 
 // Turns scores into weights exp(score - the largest); total is their sum, the sink's included.
+template <bool kHalf>
 void Weigh(Query& query, int64_t first, int64_t last) {
   Floats peak = Broadcast(query.sink == nullptr ? -__builtin_inff() : *query.sink), sums = {};
   for (int64_t p = first; p <= last; p += kLanes)
@@ -174,14 +212,46 @@ void Weigh(Query& query, int64_t first, int64_t last) {
     if (!Overlaps(query, p)) continue;
     Floats weights = Exp(Load<Floats>(query.weights + p - first) - most);
     sums += weights;
-    Store(query.weights + p - first, weights);
+    PutLanes<kPairs<kHalf>>(query.weights, p - first, weights);  // bfloat16: never ahead of the scores that are left
   }
   query.total = query.sink == nullptr ? 0.0f : Exp(Broadcast(*query.sink - most))[0];
   for (int i = 0; i < kLanes; ++i) query.total += sums[i];
 }
 
-constexpr int kBlocks = 2;                       // blocks of kLanes columns that are summed in registers together
+constexpr int kBlocks = 2;                      // blocks of kLanes columns that are summed in registers together
 constexpr int kAlike = kManyRegisters ? 4 : 3;  // queries whose sums then fit into registers
+
+// Columns h .. h + 2 kLanes - 1 of a position's value, times its weight; as pairs also the next position's, `next`.
+template <bool kHalf, int kQueries>
+PEAGLE_INLINE void AddValue(const float* const (&weights)[kQueries], int64_t i, const void* values, const int64_t* at,
+                            int64_t h, Floats (&sums)[kQueries][kBlocks]) {
+  Floats read[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) read[b] = LoadLanes<kHalf>(values, at[i] + h + b * kLanes);
+  for (int q = 0; q < kQueries; ++q)
+    for (int b = 0; b < kBlocks; ++b) sums[q][b] = MulAdd(read[b], weights[q][i], sums[q][b]);
+}
+
+#if defined(__AVX512BF16__)
+// The same for positions i and i + 1. One that the queries do not read, before `begin` or from `end` on, counts as 0.
+template <int kQueries>
+PEAGLE_INLINE void AddPairOfValues(const float* const (&weights)[kQueries], int64_t i, int64_t begin, int64_t end,
+                                   const void* values, const int64_t* at, int64_t h, Floats (&sums)[kQueries][kBlocks]) {
+  static_assert(kBlocks == 2);
+  const auto load = [&](int64_t j) {
+    return j >= begin && j < end ? _mm512_loadu_si512(static_cast<const uint16_t*>(values) + at[j] + h) : __m512i{};
+  };
+  alignas(64) static constexpr auto kTurns = [] {  // column c of both positions
+    std::array<uint16_t, 64> places{};
+    for (int c = 0; c < 32; ++c) places[2 * c] = static_cast<uint16_t>(c), places[2 * c + 1] = static_cast<uint16_t>(32 + c);
+    return places;
+  }();
+  const __m512i first = load(i), second = load(i + 1);
+  for (int b = 0; b < kBlocks; ++b) {
+    const __m512i both = _mm512_permutex2var_epi16(first, _mm512_load_si512(kTurns.data() + 32 * b), second);
+    for (int q = 0; q < kQueries; ++q) sums[q][b] = AddPairs(reinterpret_cast<Floats>(both), Repeat(weights[q] + i / 2), sums[q][b]);
+  }
+}
+#endif
 
 // sums += a stretch's weights times its values in order, for queries that all read its positions begin .. end - 1, and for
 // columns first .. last - 1 of the head.
@@ -189,35 +259,36 @@ template <bool kHalf, int kQueries>
 void AddValues(const Query* queries, int64_t offset, const void* values, const int64_t* at, int64_t begin, int64_t end,
                int64_t head_dim, int64_t first, int64_t last) {
   const float* weights[kQueries];
-  for (int q = 0; q < kQueries; ++q) weights[q] = queries[q].weights + offset;
+  for (int q = 0; q < kQueries; ++q) weights[q] = queries[q].weights + offset / kInputs<kHalf>;
   int64_t h = first;
   for (; h + kBlocks * kLanes <= last; h += kBlocks * kLanes) {
-    Floats sums[kQueries][2][kBlocks];
-    for (int q = 0; q < kQueries; ++q)
-      for (int j = 0; j < 2; ++j)
-        for (int b = 0; b < kBlocks; ++b) sums[q][j][b] = Load<Floats>(queries[q].sums + j * head_dim + h + b * kLanes);
-    auto add = [&](int64_t i, int j) {
-      Floats read[kBlocks];
-      for (int b = 0; b < kBlocks; ++b) read[b] = LoadLanes<kHalf>(values, at[i] + h + b * kLanes);
+    Floats sums[2][kQueries][kBlocks];
+    for (int j = 0; j < 2; ++j)
       for (int q = 0; q < kQueries; ++q)
-        for (int b = 0; b < kBlocks; ++b) sums[q][j][b] = MulAdd(read[b], weights[q][i], sums[q][j][b]);
+        for (int b = 0; b < kBlocks; ++b) sums[j][q][b] = Load<Floats>(queries[q].sums + j * head_dim + h + b * kLanes);
+    constexpr int64_t n = kInputs<kHalf>;  // positions of a step
+    auto add = [&](int64_t i, int j) {
+#if defined(__AVX512BF16__)
+      if constexpr (kHalf) return AddPairOfValues<kQueries>(weights, i, begin, end, values, at, h, sums[j]);
+#endif
+      AddValue<kHalf, kQueries>(weights, i, values, at, h, sums[j]);
     };
-    int64_t i = begin;
-    if (i % 2 == 1 && i < end) add(i++, 1);
-    for (; i + 2 <= end; i += 2) {
+    int64_t i = begin / n * n;
+    if (i / n % 2 == 1 && i < end) add(i, 1), i += n;
+    for (; i + n < end; i += 2 * n) {
       add(i, 0);
-      add(i + 1, 1);
+      add(i + n, 1);
     }
     if (i < end) add(i, 0);
-    for (int q = 0; q < kQueries; ++q)
-      for (int j = 0; j < 2; ++j)
-        for (int b = 0; b < kBlocks; ++b) Store(queries[q].sums + j * head_dim + h + b * kLanes, sums[q][j][b]);
+    for (int j = 0; j < 2; ++j)
+      for (int q = 0; q < kQueries; ++q)
+        for (int b = 0; b < kBlocks; ++b) Store(queries[q].sums + j * head_dim + h + b * kLanes, sums[j][q][b]);
   }
   for (; h < last; ++h)
     for (int64_t i = begin; i < end; ++i)
       for (int q = 0; q < kQueries; ++q) {
         float& sum = queries[q].sums[i % 2 * head_dim + h];
-        sum = MulAdd(weights[q][i], LoadOne<kHalf>(values, at[i] + h), sum);
+        sum = MulAdd(LoadOne<kPairs<kHalf>>(weights[q], i), LoadOne<kHalf>(values, at[i] + h), sum);
       }
 }
 
@@ -261,16 +332,17 @@ Group Gather(const Attention& op, int64_t pair, int64_t begin, int64_t end, Scra
   group.first = group.oldest / kLanes * kLanes, group.last = group.newest;
   const int64_t span = (group.last - group.first) / kLanes * kLanes + kLanes;
   float* const scratch = memory.Take<float>(group.count * (3 * width + span));
-  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(width));
   for (int64_t i = 0; i < group.count; ++i) {
     Query& query = group.queries[i];
-    query.vector = scratch + i * (3 * width + span);
-    query.sums = query.vector + width;
+    float* const copy = scratch + i * (3 * width + span);
+    query.sums = copy + width;
     query.weights = query.sums + 2 * width;
-    int64_t h = 0;
-    for (; h + kLanes <= width; h += kLanes)
-      Store(query.vector + h, LoadLanes<kHalf>(op.query, query.place + h) * scale);
-    for (; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, query.place + h) * scale;
+    if (kHalf && !kPairs<kHalf>) {
+      Widen(static_cast<const uint16_t*>(op.query) + query.place, width, copy);
+      query.vector = copy;
+    } else {
+      query.vector = reinterpret_cast<const float*>(static_cast<const char*>(op.query) + query.place * (kHalf ? 2 : 4));
+    }
     std::fill_n(query.sums, 2 * width, 0.0f);
   }
   return group;
@@ -308,8 +380,8 @@ void ScorePositions(const Attention& op, const Group& group, int64_t begin, int6
     auto by = [&]<int kQueries>(int64_t i) {
       for (; i + kQueries <= count; i += kQueries) {
         Floats scores[kQueries];
-        width == 64 ? ScoresTurned<kQueries, 64>(&queries[i], turned, width, scores)
-                    : ScoresTurned<kQueries, 0>(&queries[i], turned, width, scores);
+        width == 64 ? ScoresTurned<kHalf, kQueries, 64>(&queries[i], turned, width, scores)
+                    : ScoresTurned<kHalf, kQueries, 0>(&queries[i], turned, width, scores);
         for (int q = 0; q < kQueries; ++q) put(scores[q], queries[i + q]);
       }
       return i;
@@ -372,7 +444,7 @@ void Attend(const Attention& op, int64_t pair, int64_t begin, int64_t end) {
   const Group group = Gather<kHalf>(op, pair, begin, end, memory);
   if (group.count == 0) return;
   ScorePositions<kHalf>(op, group, group.first, group.last + 1);
-  for (int64_t i = 0; i < group.count; ++i) Weigh(group.queries[i], group.first, group.last);
+  for (int64_t i = 0; i < group.count; ++i) Weigh<kHalf>(group.queries[i], group.first, group.last);
   SumColumns<kHalf>(op, group, 0, op.head_dim);
 }
 
@@ -397,7 +469,7 @@ void AttendTogether(const Attention& op, int64_t pairs, int64_t work, Parallel& 
   });
   ForEach(parallel, pairs * queries, work / 8, [&](int64_t chunk) {
     const Group& group = groups[chunk / queries];
-    if (chunk % queries < group.count) Weigh(group.queries[chunk % queries], group.first, group.last);
+    if (chunk % queries < group.count) Weigh<kHalf>(group.queries[chunk % queries], group.first, group.last);
   });
   const int64_t slice = kBlocks * kLanes, slices = std::max<int64_t>(1, op.head_dim / slice);
   ForEach(parallel, pairs * slices, work / 2, [&](int64_t chunk) {
@@ -424,14 +496,14 @@ void Rotate(const float* x, const float* cos, const float* sin, int64_t half, vo
 }
 
 template <bool kHalf>
-void RotateAndWriteAs(const Attention& op, const Rotation& rotation) {
-  const int64_t width = op.head_dim, half = width / 2, heads = op.heads + 2 * op.kv_heads;
-  for (int64_t row = 0; row < op.batch * op.width; ++row) {
+void RotateAndWriteAs(const Attention& op, const Rotation& rotation, Parallel& parallel) {
+  const int64_t width = op.head_dim, half = width / 2, heads = op.heads + 2 * op.kv_heads, rows = op.batch * op.width;
+  ForEach(parallel, rows, rows * heads * width, [&](int64_t row) {
     const float* qkv = rotation.qkv + row * heads * width;
     const float *cos = rotation.cos + row * half, *sin = rotation.sin + row * half;
     for (int64_t n = 0; n < op.heads; ++n)
       Rotate<kHalf>(qkv + n * width, cos, sin, half, rotation.query, (row * op.heads + n) * width);
-    if (op.write[row] < 0) continue;
+    if (op.write[row] < 0) return;
     const float* keys = qkv + op.heads * width;
     const float* values = keys + op.kv_heads * width;
     const int64_t at = op.At(row / op.width, op.write[row]) * width;
@@ -441,13 +513,13 @@ void RotateAndWriteAs(const Attention& op, const Rotation& rotation) {
     for (; i + kLanes <= op.kv_heads * width; i += kLanes)
       PutLanes<kHalf>(rotation.value, at + i, Load<Floats>(values + i));
     for (; i < op.kv_heads * width; ++i) Put<kHalf>(rotation.value, at + i, values[i]);
-  }
+  });
 }
 
 }  // namespace
 
-void RotateAndWrite(const Attention& op, const Rotation& rotation) {
-  op.bfloat16 ? RotateAndWriteAs<true>(op, rotation) : RotateAndWriteAs<false>(op, rotation);
+void RotateAndWrite(const Attention& op, const Rotation& rotation, Parallel& parallel) {
+  op.bfloat16 ? RotateAndWriteAs<true>(op, rotation, parallel) : RotateAndWriteAs<false>(op, rotation, parallel);
 }
 
 void RunAttention(const Attention& op, Parallel& parallel) {

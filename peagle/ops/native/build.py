@@ -28,9 +28,11 @@ VARIABLE = "PEAGLE_INSTRUCTION_SETS"
 CPU_INFO = Path("/proc/cpuinfo")
 CUDA = HERE.parent / "cuda"
 LAUNCHER = CUDA / f"launch{SUFFIX}"
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 _X86 = {
-    "avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+    "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "avx512vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma"),
 }
 FLAGS = (

@@ -85,10 +85,11 @@ void RunExperts(const Experts& op, Parallel& parallel) {
   const int64_t width = op.gate_up.inputs, hidden = op.down.inputs;
   const int64_t pairs = Panels(hidden), padded = pairs * kPanelRows, columns = Panels(width);
   Scratch scratch;
-  const ActiveRows active(op.x, op.norm, op.positions, op.rows, width, scratch);
-  ClearInactive(op.positions, op.rows, width, op.out);
+  const bool half = op.gate_up.bfloat16_rows;
+  const ActiveRows active(op.x, half, op.norm, op.positions, op.rows, width, parallel, scratch);
+  ClearInactive(op.positions, op.rows, width, op.out, op.bfloat16_out);
   float* const logits = scratch.Take<float>(op.rows * op.num_experts);
-  Multiply(op.router, active, op.router_bias, nullptr, logits, parallel);
+  Multiply<false>(op.router, active, op.router_bias, nullptr, logits, parallel);
   const Routing routing = Route(op, active, logits, scratch);
   const int64_t total = routing.total;
   const Inputs inputs(op.gate_up, active.x, active.count, parallel, scratch);
@@ -128,7 +129,8 @@ void RunExperts(const Experts& op, Parallel& parallel) {
           for (int64_t i = 0; i < kPanelRows; i += kLanes) {
             const Floats gate = Load<Floats>(tile.values[2 * p][t] + i) + Load<Floats>(gate_bias + i);
             const Floats up = Load<Floats>(tile.values[2 * p + 1][t] + i) + Load<Floats>(up_bias + i);
-            Store(activated + i, SwiGlu(gate, up, op.limit));
+            const Floats values = SwiGlu(gate, up, op.limit);
+            Store(activated + i, half ? Rounded(values) : values);
           }
         }
       }
@@ -139,7 +141,8 @@ void RunExperts(const Experts& op, Parallel& parallel) {
   for (int64_t choice = 0; choice < total; ++choice) hidden_of[choice] = activations + choice * padded;
   const Inputs hidden_inputs(op.down, hidden_of, total, parallel, scratch);
 
-  // each chunk computes some output columns of all rows, and adds the experts in ascending order
+  // each chunk computes some output columns of all rows, and adds the experts in ascending order, in floats
+  float* const sums = op.bfloat16_out ? scratch.Take<float>(op.rows * width) : static_cast<float*>(op.out);
   const int64_t down_work = Work(op.down, columns, rows_per_expert) * routing.count;
   const Cut down_cut(columns, Shares(down_work, parallel));
   ForEach(parallel, down_cut.chunks, down_work, [&](int64_t chunk) {
@@ -148,10 +151,12 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     const int64_t left = first * kPanelRows, right = std::min(width, (first + count) * kPanelRows);
     for (int64_t i = 0; i < active.count; ++i) {
       const int64_t at = active.row[i] * width;
-      if (op.residual) {
-        std::copy(op.x + at + left, op.x + at + right, op.out + at + left);
+      if (!op.residual) {
+        std::fill(sums + at + left, sums + at + right, 0.0f);
+      } else if (half) {
+        Widen(static_cast<const uint16_t*>(op.x) + at + left, right - left, sums + at + left);
       } else {
-        std::fill(op.out + at + left, op.out + at + right, 0.0f);
+        std::copy_n(static_cast<const float*>(op.x) + at + left, right - left, sums + at + left);
       }
     }
     for (int64_t i = 0; i < routing.count; ++i) {
@@ -162,7 +167,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
         Dot(matrix, first, count, hidden_inputs.From(choice), rows, tile);
         for (int64_t t = 0; t < rows; ++t) {
           const Choice& one = routing.choices[choice + t];
-          float* out = op.out + active.row[one.row] * width;
+          float* out = sums + active.row[one.row] * width;
           for (int64_t p = 0; p < count; ++p) {
             for (int64_t j = 0; j < kPanelRows; j += kLanes) {
               const int64_t column = left + p * kPanelRows + j, kept = width - column;
@@ -172,6 +177,10 @@ void RunExperts(const Experts& op, Parallel& parallel) {
           }
         }
       }
+    }
+    for (int64_t i = 0; op.bfloat16_out && i < active.count; ++i) {
+      const int64_t at = active.row[i] * width + left;
+      Round(sums + at, right - left, static_cast<uint16_t*>(op.out) + at);
     }
   });
 }

@@ -26,32 +26,13 @@ const float* AsFloats(const AnyBuffer& buffer, Scratch& scratch) {
   return copy;
 }
 
-// Float32 results, in the buffer itself or in scratch memory until Finish rounds them into the buffer.
-class Results {
- public:
-  Results(Out& buffer, Scratch& scratch)
-      : count_(static_cast<int64_t>(buffer->element_count())),
-        data_(buffer->untyped_data()),
-        beside_(buffer->element_type() == ffi::DataType::BF16 ? scratch.Take<float>(count_) : nullptr) {}
-
-  float* get() { return beside_ == nullptr ? static_cast<float*>(data_) : beside_; }
-
-  void Finish() {
-    if (beside_ != nullptr) Round(beside_, count_, static_cast<uint16_t*>(data_));
-  }
-
- private:
-  const int64_t count_;
-  void* const data_;
-  float* const beside_;
-};
-
-// Makes a matrix of its buffers, after checking that they hold `copies` times inputs x outputs.
-ffi::ErrorOr<Matrix> MakeMatrix(const char* name, const AnyBuffer& panels, const AnyBuffer* scales, int64_t copies,
-                                int64_t inputs, int64_t outputs) {
+// Makes a matrix of its buffers for rows x, after checking that they hold `copies` times inputs x outputs.
+ffi::ErrorOr<Matrix> MakeMatrix(const char* name, const AnyBuffer& x, const AnyBuffer& panels, const AnyBuffer* scales,
+                                int64_t copies, int64_t inputs, int64_t outputs) {
   const int64_t scales_seen = scales == nullptr ? 0 : scales->element_count();
   const int64_t count = copies * ((outputs + kPanelRows - 1) / kPanelRows) * kPanelRows;
-  Matrix matrix{Format::kFloat32, panels.untyped_data(), nullptr, inputs, outputs};
+  Matrix matrix{Format::kFloat32, panels.untyped_data(), nullptr, inputs, outputs,
+                x.element_type() == ffi::DataType::BF16};
   int64_t elements = count * inputs, scale_elements = 0;
   if (panels.element_type() == ffi::DataType::BF16) {
     matrix.format = Format::kBfloat16;
@@ -105,19 +86,17 @@ ffi::Error LinearHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyB
   const auto in = x.dimensions(), to = out->dimensions();
   if (in.size() != 2 || to.size() != 2 || in[0] != to[0] || !IsFloat(x) || !IsFloat(*out))
     return ffi::Error::InvalidArgument("linear: x " + Shape(x) + " and out " + Shape(*out) + " are not [T, K] and [T, N]");
-  if (residual.element_count() > 0 && (!IsFloat(residual) || residual.dimensions() != to))
+  if (residual.element_count() > 0 && (residual.element_type() != out->element_type() || residual.dimensions() != to))
     return ffi::Error::InvalidArgument("linear: residual " + Shape(residual) + " is not like out " + Shape(*out));
-  PEAGLE_TRY(weight, MakeMatrix("linear", panels, &scales, 1, in[1], to[1]));
+  PEAGLE_TRY(weight, MakeMatrix("linear", x, panels, &scales, 1, in[1], to[1]));
   PEAGLE_TRY(norm_weight, Optional("linear: norm", norm, in[1]));
   PEAGLE_TRY(bias_values, Optional("linear: bias", bias, to[1]));
   PEAGLE_TRY(row_positions, OptionalPositions("linear: positions", positions, in[0]));
-  Scratch scratch;
-  Results results(out, scratch);
   PoolParallel parallel(pool);
-  RunLinear({AsFloats(x, scratch), {norm_weight, epsilon}, weight, bias_values,
-             residual.element_count() > 0 ? AsFloats(residual, scratch) : nullptr, row_positions, results.get(), in[0]},
+  RunLinear({x.untyped_data(), {norm_weight, epsilon}, weight, bias_values,
+             residual.element_count() > 0 ? residual.untyped_data() : nullptr, row_positions, out->untyped_data(),
+             out->element_type() == ffi::DataType::BF16, in[0]},
             parallel);
-  results.Finish();
   return ffi::Error::Success();
 }
 
@@ -143,22 +122,20 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   if (first_expert < 0 || first_expert + num_local > num_experts)
     return ffi::Error::InvalidArgument("experts: the local ones do not lie in 0..E-1");
   const int64_t padded = 2 * ((hidden + kPanelRows - 1) / kPanelRows) * kPanelRows;
-  PEAGLE_TRY(route, MakeMatrix("experts, router", router, nullptr, 1, width, num_experts));
-  PEAGLE_TRY(first, MakeMatrix("experts, gate and up", gate_up, &gate_up_scales, num_local, width, padded));
-  PEAGLE_TRY(second, MakeMatrix("experts, down", down, &down_scales, num_local, hidden, width));
+  PEAGLE_TRY(route, MakeMatrix("experts, router", x, router, nullptr, 1, width, num_experts));
+  PEAGLE_TRY(first, MakeMatrix("experts, gate and up", x, gate_up, &gate_up_scales, num_local, width, padded));
+  PEAGLE_TRY(second, MakeMatrix("experts, down", x, down, &down_scales, num_local, hidden, width));
   PEAGLE_TRY(norm_weight, Optional("experts: norm", norm, width));
   PEAGLE_TRY(route_bias, Optional("experts: router bias", router_bias, num_experts));
   PEAGLE_TRY(first_bias, Optional("experts: gate and up bias", gate_up_bias, num_local * padded));
   PEAGLE_TRY(second_bias, Optional("experts: down bias", down_bias, num_local * width));
   PEAGLE_TRY(row_positions, OptionalPositions("experts: positions", positions, rows));
   if (first_bias == nullptr || second_bias == nullptr) return ffi::Error::InvalidArgument("experts: a bias is missing");
-  Scratch scratch;
-  Results results(out, scratch);
   PoolParallel parallel(pool);
-  RunExperts({AsFloats(x, scratch), {norm_weight, epsilon}, route, route_bias, first, first_bias, second, second_bias,
-              row_positions, results.get(), rows, num_experts, first_expert, num_local, top_k, residual, limit},
+  RunExperts({x.untyped_data(), {norm_weight, epsilon}, route, route_bias, first, first_bias, second, second_bias,
+              row_positions, out->untyped_data(), out->element_type() == ffi::DataType::BF16, rows, num_experts,
+              first_expert, num_local, top_k, residual, limit},
              parallel);
-  results.Finish();
   return ffi::Error::Success();
 }
 
@@ -221,10 +198,10 @@ ffi::Error AttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, 
       return wrong("sequence " + std::to_string(b) + " sees or writes a page that is not in the pool");
   Scratch scratch;
   char* const query = scratch.Take<char>(op.batch * op.width * heads * op.head_dim * (op.bfloat16 ? 2 : 4));
-  RotateAndWrite(op, {AsFloats(qkv, scratch), AsFloats(cos, scratch), AsFloats(sin, scratch), query,
-                      key_out->untyped_data(), value_out->untyped_data()});
-  op.query = query;
   PoolParallel parallel(pool);
+  RotateAndWrite(op, {AsFloats(qkv, scratch), AsFloats(cos, scratch), AsFloats(sin, scratch), query,
+                      key_out->untyped_data(), value_out->untyped_data()}, parallel);
+  op.query = query;
   RunAttention(op, parallel);
   return ffi::Error::Success();
 }
@@ -386,8 +363,10 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_draw(XLA_FFI_CallFrame* frame) {
 PEAGLE_EXPORT const char* peagle_machine() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
-    return __builtin_cpu_supports("avx512vnni") ? "avx512vnni" : "avx512";
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma")) {
+    if (!__builtin_cpu_supports("avx512vnni")) return "avx512";
+    return __builtin_cpu_supports("avx512bf16") ? "avx512bf16" : "avx512vnni";
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
   return "portable";

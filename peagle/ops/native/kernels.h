@@ -27,9 +27,11 @@ struct Matrix {
   const void* panels;
   const uint8_t* scales;  // kMxfp4 only
   int64_t inputs, outputs;
+  bool bfloat16_rows;  // the rows are bfloat16 numbers; sums are float32 still
 };
 
-// Root-mean-square normalisation of each row, times a weight; none if the weight is null.
+// Root-mean-square normalisation of each row, times a weight; none if the weight is null. All that is multiplied by a matrix
+// is rounded to bfloat16 if the op's rows are bfloat16: normalised rows, and an expert's hidden values.
 struct Norm {
   const float* weight;
   float epsilon;
@@ -37,13 +39,14 @@ struct Norm {
 
 // out[T, N] = norm(x[T, K]) W^T (+ bias[N]) (+ residual[T, N])
 struct Linear {
-  const float* x;
+  const void* x;  // float, or bfloat16 if weight.bfloat16_rows
   Norm norm;
   Matrix weight;
-  const float* bias;      // may be null
-  const float* residual;  // may be null
+  const float* bias;     // may be null
+  const void* residual;  // may be null
   const int32_t* positions;  // [T] or null: all rows are active
-  float* out;
+  void* out;
+  bool bfloat16_out;  // of residual, too
   int64_t rows;
 };
 
@@ -53,7 +56,7 @@ struct Linear {
 // gate_up alternates a panel of gate rows with the panel of the same up rows, as does its bias. Without `residual` x is
 // not added.
 struct Experts {
-  const float* x;  // [T, D]
+  const void* x;  // [T, D], float, or bfloat16 if the matrices' bfloat16_rows
   Norm norm;
   Matrix router;  // D inputs, E outputs
   const float* router_bias;    // [E]
@@ -62,7 +65,8 @@ struct Experts {
   Matrix down;                 // per expert: F inputs, D outputs
   const float* down_bias;      // [num_local, D]
   const int32_t* positions;    // [T] or null: all rows are active
-  float* out;                  // [T, D]
+  void* out;                   // [T, D]
+  bool bfloat16_out;
   int64_t rows, num_experts, first, num_local, top_k;
   bool residual;
   float limit;
@@ -131,7 +135,7 @@ struct Draw {
 void RunLinear(const Linear&, Parallel&);
 void RunExperts(const Experts&, Parallel&);
 void RunAttention(const Attention&, Parallel&);
-void RotateAndWrite(const Attention&, const Rotation&);
+void RotateAndWrite(const Attention&, const Rotation&, Parallel&);
 void RunRopeTables(const RopeTables&, Parallel&);
 void RunLikeliest(const Likeliest&, Parallel&);
 void RunDraw(const Draw&, Parallel&);

@@ -1,10 +1,12 @@
 // See packed.h. Dot products of R neighbouring columns with T rows; a column is the part of a panel that fits a register.
-// Each weight format has its own; MXFP4 has one for machines that multiply bytes and one for the others.
+// Each weight format has its own. For rows of bfloat16 there is one more where the processor multiplies pairs of them; for
+// float32 rows MXFP4 has one for processors that multiply bytes and one for the others.
 
 #include "packed.h"
 
 #include <algorithm>
 
+#include "digits.h"
 #include "vectors.h"
 
 namespace peagle {
@@ -115,101 +117,6 @@ struct Bfloat16 : Dense {
     }
   }
 };
-
-#if defined(__AVX512VNNI__) || defined(PEAGLE_AVX2)
-#define PEAGLE_DIGITS
-// Thirty-two neighbouring inputs of a row, for machines that add products of bytes: integers of 23 bits times a shared power
-// of two, set by the largest input. The error of an input is at most 2^-23 of the largest, as in a sum of floats, and sums
-// of products with codes are exact.
-struct Digits {
-  int8_t digits[3][32];  // to base 256, -128 .. 127, the highest first; of eight inputs 0, 2, 4, 6, 1, 3, 5, 7
-  int32_t offset[3];     // compensates kCodeOffset: -kCodeOffset * the sum of the digits
-#if defined(__AVX512VNNI__)
-  float exponent;        // of half an integer's unit; NaN if an input is not finite
-#else
-  float unit[2];         // half an integer's unit is their product, which may be denormal; NaN as above
-#endif
-};
-
-constexpr int kCodeOffset = 12;  // a code becomes the unsigned byte 2 * value + kCodeOffset
-
-#if defined(__AVX512VNNI__)
-void ToDigits(const float* x, int64_t inputs, Digits* out) {
-  const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-  for (; inputs > 0; inputs -= 32, x += 32, ++out) {
-    const __m512 halves[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
-    const __m512i magnitudes = _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(halves[0])),
-                                                _mm512_castps_si512(_mm512_abs_ps(halves[1])));
-    const int exponent = static_cast<int>(_mm512_reduce_max_epu32(magnitudes) >> 23) - 127;
-    __m128i sums[3] = {};
-    for (int half = 0; half < 2; ++half) {
-      const __m512 scaled = _mm512_scalef_ps(halves[half], _mm512_set1_ps(static_cast<float>(21 - exponent)));
-      // a digit beyond 127 carries into the one above, and its byte becomes a signed one
-      const __m512i carry = _mm512_set1_epi32(0x8080);
-      const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(scaled), carry), carry);
-      const __m128i digits[3] = {_mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 16)),
-                                 _mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 8)), _mm512_cvtepi32_epi8(bytes)};
-      for (int i = 0; i < 3; ++i) {
-        const __m128i ordered = _mm_shuffle_epi8(digits[i], evens_first);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out->digits[i] + 16 * half), ordered);
-        sums[i] = _mm_dpbusd_epi32(sums[i], _mm_set1_epi8(kCodeOffset), ordered);
-      }
-    }
-    const __m128i each = _mm_hadd_epi32(_mm_hadd_epi32(sums[0], sums[1]), _mm_hadd_epi32(sums[2], sums[2]));
-    int32_t offset[4];
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(offset), _mm_sub_epi32(_mm_setzero_si128(), each));
-    std::copy_n(offset, 3, out->offset);
-    out->exponent = exponent == 128 ? __builtin_nanf("") : static_cast<float>(exponent - 22);
-  }
-}
-#else
-// 2^n = factors[0] * factors[1], both normal numbers, for n in -252 .. 254
-PEAGLE_INLINE void Factors(int n, float (&factors)[2]) {
-  const int32_t halves[2] = {n >> 1, n - (n >> 1)};
-  for (int i = 0; i < 2; ++i) {
-    const int32_t bits = (halves[i] + 127) << 23;
-    factors[i] = Load<float>(&bits);
-  }
-}
-
-void ToDigits(const float* x, int64_t inputs, Digits* out) {
-  // of each four integers the highest digits of the even and the odd ones, then the second digits, then the third
-  const __m256i by_digit =
-      _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 10, 6, 14, 1, 9, 5, 13, 0, 8, 4, 12, -1, -1, -1, -1));
-  const __m256i carry = _mm256_set1_epi32(0x8080), magnitude = _mm256_set1_epi32(0x7fffffff);
-  for (; inputs > 0; inputs -= 32, x += 32, ++out) {
-    __m256i largest = _mm256_setzero_si256();
-    for (int i = 0; i < 32; i += 8)
-      largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), magnitude));
-    const Words each = reinterpret_cast<Words>(largest);
-    uint32_t most = each[0];
-    for (int i = 1; i < kLanes; ++i) most = std::max(most, each[i]);
-    const int exponent = static_cast<int>(most >> 23) - 127;
-    float factors[2];
-    Factors(21 - exponent, factors);
-    for (int i = 0; i < 32; i += 8) {
-      const __m256 scaled = _mm256_loadu_ps(x + i) * factors[0] * factors[1];
-      // a digit beyond 127 carries into the one above, and its byte becomes a signed one
-      const __m256i bytes = _mm256_xor_si256(_mm256_add_epi32(_mm256_cvtps_epi32(scaled), carry), carry);
-      const __m256i sorted = _mm256_shuffle_epi8(bytes, by_digit);
-      const __m128i four = _mm256_castsi256_si128(sorted), more = _mm256_extracti128_si256(sorted, 1);
-      const __m128i higher = _mm_unpacklo_epi16(four, more), lowest = _mm_unpackhi_epi16(four, more);
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[0] + i), higher);
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[1] + i), _mm_srli_si128(higher, 8));
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[2] + i), lowest);
-    }
-    for (int i = 0; i < 3; ++i) {
-      const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(kCodeOffset), Load<__m256i>(out->digits[i]));
-      const Ints sums = reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(-1)));
-      out->offset[i] = 0;
-      for (int lane = 0; lane < kLanes; ++lane) out->offset[i] += sums[lane];
-    }
-    Factors(exponent - 22, out->unit);
-    if (exponent == 128) out->unit[0] = __builtin_nanf("");
-  }
-}
-#endif
-#endif
 
 struct Mxfp4 {
   static constexpr int Rows(int rows) { return rows; }
@@ -357,6 +264,86 @@ struct Mxfp4 {
 #endif
 };
 
+#if defined(__AVX512BF16__)
+// For rows in pairs of bfloat16: one chain of pairs (AddPairs) for a row.
+
+struct Bfloat16Pairs {
+  using Input = uint32_t;  // inputs 2 i and 2 i + 1
+  static constexpr int Rows(int rows) { return rows; }
+  static constexpr int Columns(int rows) { return rows <= 6 ? 4 : 2; }
+  static int64_t PanelBytes(int64_t inputs) { return Bfloat16::PanelBytes(inputs); }
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const uint32_t* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const int64_t panel = PanelBytes(inputs);
+    const Ahead<R> ahead(panel, kAheadDense);
+    for (int64_t pair = 0; pair < (inputs + 1) / 2; ++pair) {
+      Floats weights[R];
+      for (int r = 0; r < R; ++r) {
+        const char* at = panels + r * panel + pair * 64;
+        weights[r] = Load<Floats>(at);
+        ahead.Fetch(r, at, pair * 64);
+      }
+      for (int t = 0; t < T; ++t)
+        for (int r = 0; r < R; ++r) sums[r][t] = AddPairs(weights[r], Repeat(x[t] + pair), sums[r][t]);
+    }
+  }
+};
+
+struct Mxfp4Pairs {
+  using Input = uint32_t;  // inputs j and j + 4 of eight: their codes lie 16 bits apart, so one shift brings both into place
+  static constexpr int Rows(int rows) { return rows; }
+  static constexpr int Columns(int rows) { return rows <= 4 ? 4 : 2; }
+  static int64_t PanelBytes(int64_t inputs) { return Mxfp4::PanelBytes(inputs); }
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const uint32_t* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    alignas(64) static constexpr uint16_t kCodes[32] = {  // e2m1 as bfloat16; twice, as the lookup reads five bits
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    const __m512i values = _mm512_load_si512(kCodes);
+    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
+    const Ahead<R> ahead(panel, kAheadMxfp4);
+    for (int64_t block = 0; block < blocks; ++block) {
+      Floats part[R][T] = {};
+      for (int64_t word = 4 * block; word < 4 * block + 4; ++word) {
+        __m512i codes[R];
+        for (int r = 0; r < R; ++r) {
+          const char* at = panels + r * panel + word * 64;
+          codes[r] = _mm512_loadu_si512(at);
+          ahead.Fetch(r, at, word * 64);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          Floats weights[R];
+          for (int r = 0; r < R; ++r)
+            weights[r] = reinterpret_cast<Floats>(_mm512_permutexvar_epi16(_mm512_srli_epi32(codes[r], 4 * j), values));
+          for (int t = 0; t < T; ++t)
+            for (int r = 0; r < R; ++r) part[r][t] = AddPairs(weights[r], Repeat(x[t] + 4 * word + j), part[r][t]);
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        const Floats power = Mxfp4::Power(scales + (r * blocks + block) * kPanelRows);
+        for (int t = 0; t < T; ++t) sums[r][t] = MulAdd(part[r][t], power, sums[r][t]);
+      }
+    }
+  }
+};
+
+// Rounds a row to bfloat16, in pairs of neighbours; apart: of eight inputs j and j + 4.
+void ToPairs(const float* x, int64_t inputs, bool apart, uint32_t* out) {
+  const __m256i order = _mm256_setr_epi16(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  for (; inputs > 0; inputs -= 16, x += 16, out += 8) {
+    const auto present = static_cast<__mmask16>(inputs >= 16 ? 0xffff : (1 << inputs) - 1);
+    auto rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(present, x)));
+    if (apart) rounded = _mm256_permutexvar_epi16(order, rounded);
+    _mm256_mask_storeu_epi32(out, static_cast<__mmask8>(inputs >= 16 ? 0xff : (1 << (inputs + 1) / 2) - 1), rounded);
+  }
+}
+#endif
+
 template <class W, int T, int R>
 __attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scales, int64_t inputs,
                                         const void* const* x, float* out) {
@@ -418,6 +405,12 @@ void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const void* c
 }  // namespace
 
 void Dot(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile) {
+#if defined(__AVX512BF16__)
+  if (matrix.bfloat16_rows && matrix.format == Format::kBfloat16)
+    return DotFormat<Bfloat16Pairs>(matrix, first, count, x, rows, tile);
+  if (matrix.bfloat16_rows && matrix.format == Format::kMxfp4)
+    return DotFormat<Mxfp4Pairs>(matrix, first, count, x, rows, tile);
+#endif
   switch (matrix.format) {
     case Format::kFloat32: return DotFormat<Float32>(matrix, first, count, x, rows, tile);
     case Format::kBfloat16: return DotFormat<Bfloat16>(matrix, first, count, x, rows, tile);
@@ -440,17 +433,28 @@ int64_t Work(const Matrix& matrix, int64_t panels, int64_t rows) {
   return matrix.format == Format::kMxfp4 && !kManyRegisters ? 5 * bytes * rows : bytes * (4 + rows) / 4;
 }
 
-Inputs::Inputs([[maybe_unused]] const Matrix& matrix, const float* const* x, int64_t rows,
-               [[maybe_unused]] Parallel& parallel, Scratch& scratch)
+Inputs::Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel, Scratch& scratch)
     : row_(scratch.Take<const void*>(rows)) {
+  const int64_t inputs = matrix.inputs;
+  // each row is `width` of T, which `convert` writes
+  [[maybe_unused]] const auto all = [&]<class T>(int64_t width, auto convert) {
+    T* const converted = scratch.Take<T>(rows * width);
+    ForEach(parallel, rows, rows * inputs, [&](int64_t row) {
+      convert(x[row], converted + row * width);
+      row_[row] = converted + row * width;
+    });
+  };
+#if defined(__AVX512BF16__)
+  if (matrix.bfloat16_rows && matrix.format != Format::kFloat32) {
+    all.template operator()<uint32_t>((inputs + 1) / 2, [&](const float* from, uint32_t* to) {
+      ToPairs(from, inputs, matrix.format == Format::kMxfp4, to);
+    });
+    return;
+  }
+#endif
 #if defined(PEAGLE_DIGITS)
   if (matrix.format == Format::kMxfp4) {
-    const int64_t blocks = matrix.inputs / 32;
-    Digits* const digits = scratch.Take<Digits>(rows * blocks);
-    ForEach(parallel, rows, rows * matrix.inputs, [&](int64_t row) {
-      ToDigits(x[row], matrix.inputs, digits + row * blocks);
-      row_[row] = digits + row * blocks;
-    });
+    all.template operator()<Digits>(inputs / 32, [&](const float* from, Digits* to) { ToDigits(from, inputs, to); });
     return;
   }
 #endif

@@ -73,6 +73,17 @@ PEAGLE_INLINE Floats MulAdd(Floats a, Floats b, Floats c) {
 
 PEAGLE_INLINE Floats MulAdd(Floats a, float b, Floats c) { return MulAdd(a, Broadcast(b), c); }
 
+// A 32-bit value in all lanes.
+PEAGLE_INLINE Floats Repeat(const void* from) { return reinterpret_cast<Floats>(Load<uint32_t>(from) + Words{}); }
+
+#if defined(__AVX512BF16__)
+// sum + the products of a pair of bfloat16 values in each lane, added one after the other. Denormals count as 0.
+PEAGLE_INLINE Floats AddPairs(Floats a, Floats b, Floats sum) {
+  return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a),
+                                                   reinterpret_cast<__m512bh>(b)));
+}
+#endif
+
 // The first `count` values, then zeros; none if it is negative, as behind the last output of a panel.
 template <class Vector = Floats>
 PEAGLE_INLINE Vector LoadFirst(const void* from, int64_t count) {
@@ -146,6 +157,15 @@ PEAGLE_INLINE float LoadOne(const void* base, int64_t index) {
   }
 }
 
+// The first `count` values, then zeros; none if it is negative.
+template <bool kHalf>
+PEAGLE_INLINE Floats GetFirst(const void* base, int64_t index, int64_t count) {
+  if (count >= kLanes) return LoadLanes<kHalf>(base, index);
+  Floats values = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = LoadOne<kHalf>(base, index + i);
+  return values;
+}
+
 PEAGLE_INLINE uint16_t ToBfloat16(float value) {  // to nearest, ties to even
   uint32_t bits = Load<uint32_t>(&value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 64u);
@@ -160,12 +180,20 @@ PEAGLE_INLINE void Put(void* base, int64_t index, float value) {
     static_cast<float*>(base)[index] = value;
 }
 
+// The bits of each lane as bfloat16.
+PEAGLE_INLINE Words ToBfloat16(Floats values) {
+  const Words bits = reinterpret_cast<Words>(values);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 64u : rounded;
+}
+
+// The nearest bfloat16 numbers.
+PEAGLE_INLINE Floats Rounded(Floats values) { return reinterpret_cast<Floats>(ToBfloat16(values) << 16); }
+
 template <bool kHalf>
 PEAGLE_INLINE void PutLanes(void* base, int64_t index, Floats values) {
   if constexpr (kHalf) {
-    const Words bits = reinterpret_cast<Words>(values);
-    Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    rounded = (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 64u : rounded;
+    const Words rounded = ToBfloat16(values);
 #if defined(PEAGLE_AVX2)
     const __m256i words = reinterpret_cast<__m256i>(rounded);  // gcc: lane by lane
     Store(static_cast<uint16_t*>(base) + index,

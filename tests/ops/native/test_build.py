@@ -24,7 +24,9 @@ TINY = """
 #include "xla/ffi/api/c_api.h"
 extern "C" __attribute__((visibility("default"))) const char* set() {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__FMA__)
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512BF16__)
+  return "avx512bf16";
+#elif defined(__AVX512VNNI__)
   return "avx512vnni";
 #else
   return "avx512";
@@ -148,6 +150,7 @@ def test_the_set_is_chosen_by_all_that_it_needs(monkeypatch: pytest.MonkeyPatch,
         return list(build.sets_of_this_machine())
 
     avx512 = "avx2 fma avx512f avx512bw avx512vl avx512dq"
+    assert chosen(f"{avx512} avx512_vnni avx512_bf16") == ["avx512bf16", "portable"]
     assert chosen(f"{avx512} avx512_vnni") == ["avx512vnni", "portable"]
     assert chosen(avx512) == ["avx512", "portable"]
     assert chosen("avx2 fma avx512f") == ["avx2", "portable"]
