@@ -15,7 +15,7 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterLayerParams, DrafterParams
 from peagle.ops.attention import Attend, after_rope, attention
 from peagle.ops.kernels import Implementation
-from peagle.ops.linear import embed, linear
+from peagle.ops.linear import embed, linear, logits_dtype
 from peagle.ops.mask import group_causal_mask
 from peagle.ops.norm import Norm, rms_norm
 from peagle.ops.rope import rope_tables
@@ -155,4 +155,5 @@ def head(
 ) -> Float[Array, "B T U"]:
     """Compute the logits over the draft vocabulary. Ignore rows of negative position."""
     norm = Norm(params.norm, config.rms_norm_eps)
-    return linear(x, params.lm_head, norm=norm, positions=positions, implementation=params.implementation)
+    by = params.implementation
+    return linear(x, params.lm_head, norm=norm, positions=positions, dtype=logits_dtype(by), implementation=by)

@@ -34,7 +34,7 @@ from peagle.ops.attention import (
 )
 from peagle.ops.collectives import Ranks
 from peagle.ops.expert_matmul import expert_block
-from peagle.ops.linear import embed, linear
+from peagle.ops.linear import embed, linear, logits_dtype
 from peagle.ops.mask import causal_mask
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.norm import Norm
@@ -294,9 +294,11 @@ class GptOss:
         if rows is not None:
             x = jnp.take_along_axis(x, rows[:, :, None], axis=1)
             positions = None if positions is None else jnp.take_along_axis(positions, rows, axis=1)
-        params = self.params
+        params, by = self.params, self.params.implementation
         norm = Norm(params.norm, self.config.rms_norm_eps)
-        return linear(x, params.lm_head, norm=norm, positions=positions, implementation=params.implementation)
+        return linear(
+            x, params.lm_head, norm=norm, positions=positions, dtype=logits_dtype(by), implementation=by
+        )
 
     def finite(self, token_ids: Int[Array, "one T"]) -> Bool[Array, "outputs T"]:
         """Run a sequence, T a multiple of CHECKED_TOGETHER; return whether each output is finite at each position.

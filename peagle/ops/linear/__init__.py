@@ -1,6 +1,6 @@
 """Multiply by a weight matrix: one op, two layouts of its weights, on one device or several."""
 
-from peagle.ops.linear.api import embed, linear
+from peagle.ops.linear.api import embed, linear, logits_dtype
 from peagle.ops.linear.packed import PackedMatrix, arrange, arrange_embedding, as_matrix, take_outputs
 from peagle.ops.linear.split import SplitMatrix, split_outputs
 
@@ -12,6 +12,7 @@ __all__ = [
     "as_matrix",
     "embed",
     "linear",
+    "logits_dtype",
     "split_outputs",
     "take_outputs",
 ]

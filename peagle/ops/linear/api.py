@@ -30,12 +30,16 @@ def linear(
     residual: Float[Array, "... outputs"] | None = None,
     positions: Int[Array, "..."] | None = None,
     reduce: Reduce | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "... outputs"]:
-    """Multiply x, after the norm if there is one, by the weight; add the bias and the residual; return x's dtype.
+    """Multiply x, after the norm if there is one, by the weight; add the bias and the residual.
+
+    Returns `dtype`, by default x's.
 
     weight: an array [inputs, outputs]; a PackedMatrix, which runs in the native kernels; or a SplitMatrix, whose
-    outputs are on several devices (then without reduce, residual and bias). Rows of negative position are inactive:
+    outputs are on several devices (then without reduce, residual and bias). dtype goes with neither reduce nor
+    residual. Rows of negative position are inactive:
     ignore their output, which is finite. The native kernels skip them, and the bits of another row depend only on that
     row and the weights. On a GPU a CUDA kernel multiplies up to 16 rows of bfloat16, unless the implementation is
     "xla".
@@ -44,11 +48,16 @@ def linear(
     """
     if isinstance(weight, SplitMatrix):
         assert (bias, residual, reduce) == (None, None, None)
-        return _over_devices(x, weight, norm, positions)
+        return _over_devices(x, weight, norm, positions, dtype or x.dtype)
     if reduce is not None:
         total = reduce(_product(x, weight, bias, norm, None, positions, jnp.float32, implementation))
         return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
-    return _product(x, weight, bias, norm, residual, positions, x.dtype, implementation)
+    return _product(x, weight, bias, norm, residual, positions, dtype or x.dtype, implementation)
+
+
+def logits_dtype(implementation: Implementation | None) -> DTypeLike | None:
+    """Return the dtype for `linear` of logits: float32 in the native kernels, whose sums are that; else None, x's."""
+    return jnp.float32 if implementation == "native" else None
 
 
 def _product(
@@ -106,7 +115,9 @@ def _on_xla(
     return out if residual is None else residual + out
 
 
-def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, positions: jax.Array | None) -> jax.Array:
+def _over_devices(
+    x: jax.Array, weight: SplitMatrix, norm: Norm | None, positions: jax.Array | None, dtype: DTypeLike
+) -> jax.Array:
     """Multiply by each device's part, then gather the products."""
 
     def of_rank(
@@ -114,7 +125,7 @@ def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, position
     ) -> jax.Array:
         part = jax.tree.map(lambda leaf: leaf[0], parts)
         scaled = None if norm is None or scale is None else norm._replace(weight=scale)
-        product = _product(x, part, None, scaled, None, positions, x.dtype, None)
+        product = _product(x, part, None, scaled, None, positions, dtype, None)
         return Ranks(weight.axis, weight.mesh.size).gather(product, weight.outputs)
 
     same = PartitionSpec()

@@ -95,7 +95,8 @@ template void Multiply<true>(const Matrix&, const ActiveRows&, const float*, con
 
 void RunLinear(const Linear& op, Parallel& parallel) {
   Scratch scratch;
-  const ActiveRows active(op.x, op.weight.bfloat16_rows, op.norm, op.positions, op.rows, op.weight.inputs, parallel, scratch);
+  const ActiveRows active(op.x, op.weight.bfloat16_rows, op.norm, op.positions, op.rows, op.weight.inputs, parallel,
+                          scratch);
   ClearInactive(op.positions, op.rows, op.weight.outputs, op.out, op.bfloat16_out);
   const auto multiply = op.bfloat16_out ? Multiply<true> : Multiply<false>;
   multiply(op.weight, active, op.bias, op.residual, op.out, parallel);

@@ -5,6 +5,7 @@
 #include "packed.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "digits.h"
 #include "vectors.h"
@@ -128,13 +129,21 @@ struct Mxfp4 {
     for (int i = 0; i < kLanes; ++i) exponents[i] = scales[i];
     return reinterpret_cast<Floats>(exponents << 23);
   }
+};
 
+#if defined(PEAGLE_DIGITS)
+template <int n>
+struct Mxfp4Digits : Mxfp4 {
+  using Input = Digits<n>;
+  static int64_t Width(int64_t inputs) { return inputs / 32; }
+  static void Convert(const float* x, int64_t inputs, Digits<n>* out) { ToDigits(x, inputs, out); }
 #if defined(__AVX512VNNI__)
-  using Input = Digits;
-  static constexpr int Columns(int rows) { return rows <= 1 ? 4 : rows <= 4 ? 2 : 1; }  // sums of three digits, too
+  static constexpr int Columns(int rows) {  // sums of each digit, too
+    return rows <= (n == 3 ? 1 : 2) ? 4 : rows <= (n == 3 ? 4 : 6) ? 2 : 1;
+  }
 
   template <int T, int R>
-  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits* const* x, int64_t inputs,
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits<n>* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
     const __m512i values = _mm512_broadcast_i32x4(
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));  // 2 * e2m1 + kCodeOffset
@@ -142,9 +151,9 @@ struct Mxfp4 {
     const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
     const Ahead<R> ahead(panel, kAheadMxfp4);
     for (int64_t block = 0; block < blocks; ++block) {
-      __m512i part[R][T][3];
+      __m512i part[R][T][n];
       for (int t = 0; t < T; ++t)
-        for (int i = 0; i < 3; ++i)
+        for (int i = 0; i < n; ++i)
           for (int r = 0; r < R; ++r) part[r][t][i] = _mm512_set1_epi32(x[t][block].offset[i]);
 #pragma GCC unroll 4
       for (int64_t word = 0; word < 4; ++word) {
@@ -157,7 +166,7 @@ struct Mxfp4 {
           odd[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
         }
         for (int t = 0; t < T; ++t)
-          for (int i = 0; i < 3; ++i) {
+          for (int i = 0; i < n; ++i) {
             const int8_t* digits = x[t][block].digits[i] + 8 * word;
             const __m512i of_even = _mm512_set1_epi32(Load<int32_t>(digits));
             const __m512i of_odd = _mm512_set1_epi32(Load<int32_t>(digits + 4));
@@ -170,22 +179,21 @@ struct Mxfp4 {
       for (int r = 0; r < R; ++r) {
         const Floats power = Power(scales + At(r, blocks * kPanelRows, 1) + block * kPanelRows);
         for (int t = 0; t < T; ++t) {
-          // both are below 2^24 in magnitude, so floats hold them exactly
-          const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(part[r][t][1], 8), part[r][t][2]);
-          const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][t][0]), _mm512_set1_ps(65536.0f),
-                                             _mm512_cvtepi32_ps(lower));
+          // the highest digit's and the lower two's are below 2^24 in magnitude, so floats hold them exactly
+          const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(part[r][t][n - 2], 8), part[r][t][n - 1]);
+          __m512 sum = _mm512_cvtepi32_ps(lower);
+          if constexpr (n == 3) sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][t][0]), _mm512_set1_ps(65536.0f), sum);
           const __m512 scaled = _mm512_scalef_ps(sum, _mm512_set1_ps(x[t][block].exponent));
           sums[r][t] = MulAdd(reinterpret_cast<Floats>(scaled), power, sums[r][t]);
         }
       }
     }
   }
-#elif defined(PEAGLE_AVX2)
-  using Input = Digits;
+#else
   static constexpr int Columns(int) { return 1; }  // a block of one column fills eight registers
 
   template <int T, int R>
-  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits* const* x, int64_t inputs,
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits<n>* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
     static_assert(R == 1);
     const __m256i values = _mm256_broadcastsi128_si256(
@@ -205,10 +213,10 @@ struct Mxfp4 {
       }
       const Floats power = Power(scales + block * kPanelRows);
       for (int t = 0; t < T; ++t) {
-        const Digits& row = x[t][block];
-        __m256i part[3];
+        const Digits<n>& row = x[t][block];
+        __m256i part[n];
 #pragma GCC unroll 3
-        for (int i = 0; i < 3; ++i) {
+        for (int i = 0; i < n; ++i) {
           // a sum of two neighbouring byte products is at most 6144 in magnitude: four such sums fit into sixteen bits
           auto products = [&](int64_t first) {
             __m256i sum = _mm256_setzero_si256();
@@ -220,15 +228,18 @@ struct Mxfp4 {
           };
           part[i] = _mm256_add_epi32(_mm256_add_epi32(products(0), products(4)), _mm256_set1_epi32(row.offset[i]));
         }
-        // both are below 2^24 in magnitude, so floats hold them exactly
-        const __m256i lower = _mm256_add_epi32(_mm256_slli_epi32(part[1], 8), part[2]);
-        const __m256 sum =
-            _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[0]), _mm256_set1_ps(65536.0f), _mm256_cvtepi32_ps(lower));
+        // the highest digit's and the lower two's are below 2^24 in magnitude, so floats hold them exactly
+        const __m256i lower = _mm256_add_epi32(_mm256_slli_epi32(part[n - 2], 8), part[n - 1]);
+        __m256 sum = _mm256_cvtepi32_ps(lower);
+        if constexpr (n == 3) sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[0]), _mm256_set1_ps(65536.0f), sum);
         sums[0][t] = MulAdd(reinterpret_cast<Floats>(sum * row.unit[0] * row.unit[1]), power, sums[0][t]);
       }
     }
   }
+#endif
+};
 #else
+struct Mxfp4Floats : Mxfp4 {
   using Input = float;
   static constexpr int Columns(int rows) {  // a block's sums beside the row's take more registers
     return kManyRegisters ? (rows <= 1 ? 4 : 2) : (rows <= 1 ? 2 : 1);
@@ -261,17 +272,29 @@ struct Mxfp4 {
       }
     }
   }
-#endif
 };
+#endif
 
 #if defined(__AVX512BF16__)
-// For rows in pairs of bfloat16: one chain of pairs (AddPairs) for a row.
+// Rows of bfloat16, two inputs in a word. A row's sum is one chain of pairs (AddPairs).
 
-struct Bfloat16Pairs {
+// Rounds a row to bfloat16, in pairs of neighbours; apart: of eight inputs j and j + 4.
+void ToPairs(const float* x, int64_t inputs, bool apart, uint32_t* out) {
+  const __m256i order = _mm256_setr_epi16(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  for (; inputs > 0; inputs -= 16, x += 16, out += 8) {
+    const auto present = static_cast<__mmask16>(inputs >= 16 ? 0xffff : (1 << inputs) - 1);
+    auto rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(present, x)));
+    if (apart) rounded = _mm256_permutexvar_epi16(order, rounded);
+    _mm256_mask_storeu_epi32(out, static_cast<__mmask8>(inputs >= 16 ? 0xff : (1 << (inputs + 1) / 2) - 1), rounded);
+  }
+}
+
+struct Bfloat16Pairs : Bfloat16 {
   using Input = uint32_t;  // inputs 2 i and 2 i + 1
+  static int64_t Width(int64_t inputs) { return (inputs + 1) / 2; }
+  static void Convert(const float* x, int64_t inputs, uint32_t* out) { ToPairs(x, inputs, false, out); }
   static constexpr int Rows(int rows) { return rows; }
   static constexpr int Columns(int rows) { return rows <= 6 ? 4 : 2; }
-  static int64_t PanelBytes(int64_t inputs) { return Bfloat16::PanelBytes(inputs); }
 
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const uint32_t* const* x, int64_t inputs,
@@ -291,19 +314,19 @@ struct Bfloat16Pairs {
   }
 };
 
-struct Mxfp4Pairs {
+struct Mxfp4Pairs : Mxfp4 {
   using Input = uint32_t;  // inputs j and j + 4 of eight: their codes lie 16 bits apart, so one shift brings both into place
-  static constexpr int Rows(int rows) { return rows; }
+  static int64_t Width(int64_t inputs) { return inputs / 2; }
+  static void Convert(const float* x, int64_t inputs, uint32_t* out) { ToPairs(x, inputs, true, out); }
   static constexpr int Columns(int rows) { return rows <= 4 ? 4 : 2; }
-  static int64_t PanelBytes(int64_t inputs) { return Mxfp4::PanelBytes(inputs); }
 
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const uint32_t* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
-    alignas(64) static constexpr uint16_t kCodes[32] = {  // e2m1 as bfloat16; twice, as the lookup reads five bits
-        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
-        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
-    const __m512i values = _mm512_load_si512(kCodes);
+    alignas(32) static constexpr uint16_t kCodes[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                                        0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    // e2m1 as bfloat16; twice, because the lookup reads five bits
+    const __m512i values = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kCodes)));
     const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
     const Ahead<R> ahead(panel, kAheadMxfp4);
     for (int64_t block = 0; block < blocks; ++block) {
@@ -325,23 +348,12 @@ struct Mxfp4Pairs {
         }
       }
       for (int r = 0; r < R; ++r) {
-        const Floats power = Mxfp4::Power(scales + (r * blocks + block) * kPanelRows);
+        const Floats power = Power(scales + (r * blocks + block) * kPanelRows);
         for (int t = 0; t < T; ++t) sums[r][t] = MulAdd(part[r][t], power, sums[r][t]);
       }
     }
   }
 };
-
-// Rounds a row to bfloat16, in pairs of neighbours; apart: of eight inputs j and j + 4.
-void ToPairs(const float* x, int64_t inputs, bool apart, uint32_t* out) {
-  const __m256i order = _mm256_setr_epi16(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-  for (; inputs > 0; inputs -= 16, x += 16, out += 8) {
-    const auto present = static_cast<__mmask16>(inputs >= 16 ? 0xffff : (1 << inputs) - 1);
-    auto rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(present, x)));
-    if (apart) rounded = _mm256_permutexvar_epi16(order, rounded);
-    _mm256_mask_storeu_epi32(out, static_cast<__mmask8>(inputs >= 16 ? 0xff : (1 << (inputs + 1) / 2) - 1), rounded);
-  }
-}
 #endif
 
 template <class W, int T, int R>
@@ -402,28 +414,33 @@ void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const void* c
   }
 }
 
+// Calls f<W>() for the format of a matrix and its rows.
+template <class F>
+auto OfFormat(const Matrix& matrix, const F& f) {
+#if defined(__AVX512BF16__)
+  if (matrix.bfloat16_rows && matrix.format == Format::kBfloat16) return f.template operator()<Bfloat16Pairs>();
+  if (matrix.bfloat16_rows && matrix.format == Format::kMxfp4) return f.template operator()<Mxfp4Pairs>();
+#endif
+  switch (matrix.format) {
+    case Format::kFloat32: return f.template operator()<Float32>();
+    case Format::kBfloat16: return f.template operator()<Bfloat16>();
+    default: break;
+  }
+#if defined(PEAGLE_DIGITS)
+  return matrix.bfloat16_rows ? f.template operator()<Mxfp4Digits<2>>() : f.template operator()<Mxfp4Digits<3>>();
+#else
+  return f.template operator()<Mxfp4Floats>();
+#endif
+}
+
 }  // namespace
 
 void Dot(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile) {
-#if defined(__AVX512BF16__)
-  if (matrix.bfloat16_rows && matrix.format == Format::kBfloat16)
-    return DotFormat<Bfloat16Pairs>(matrix, first, count, x, rows, tile);
-  if (matrix.bfloat16_rows && matrix.format == Format::kMxfp4)
-    return DotFormat<Mxfp4Pairs>(matrix, first, count, x, rows, tile);
-#endif
-  switch (matrix.format) {
-    case Format::kFloat32: return DotFormat<Float32>(matrix, first, count, x, rows, tile);
-    case Format::kBfloat16: return DotFormat<Bfloat16>(matrix, first, count, x, rows, tile);
-    case Format::kMxfp4: return DotFormat<Mxfp4>(matrix, first, count, x, rows, tile);
-  }
+  OfFormat(matrix, [&]<class W>() { DotFormat<W>(matrix, first, count, x, rows, tile); });
 }
 
 int64_t PanelBytes(const Matrix& matrix) {
-  switch (matrix.format) {
-    case Format::kFloat32: return Float32::PanelBytes(matrix.inputs);
-    case Format::kBfloat16: return Bfloat16::PanelBytes(matrix.inputs);
-    default: return Mxfp4::PanelBytes(matrix.inputs);
-  }
+  return OfFormat(matrix, [&]<class W>() { return W::PanelBytes(matrix.inputs); });
 }
 
 // The arithmetic of four rows costs as much as reading the weights; decoding MXFP4 in narrow registers costs much more
@@ -435,30 +452,18 @@ int64_t Work(const Matrix& matrix, int64_t panels, int64_t rows) {
 
 Inputs::Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel, Scratch& scratch)
     : row_(scratch.Take<const void*>(rows)) {
-  const int64_t inputs = matrix.inputs;
-  // each row is `width` of T, which `convert` writes
-  [[maybe_unused]] const auto all = [&]<class T>(int64_t width, auto convert) {
-    T* const converted = scratch.Take<T>(rows * width);
-    ForEach(parallel, rows, rows * inputs, [&](int64_t row) {
-      convert(x[row], converted + row * width);
-      row_[row] = converted + row * width;
-    });
-  };
-#if defined(__AVX512BF16__)
-  if (matrix.bfloat16_rows && matrix.format != Format::kFloat32) {
-    all.template operator()<uint32_t>((inputs + 1) / 2, [&](const float* from, uint32_t* to) {
-      ToPairs(from, inputs, matrix.format == Format::kMxfp4, to);
-    });
-    return;
-  }
-#endif
-#if defined(PEAGLE_DIGITS)
-  if (matrix.format == Format::kMxfp4) {
-    all.template operator()<Digits>(inputs / 32, [&](const float* from, Digits* to) { ToDigits(from, inputs, to); });
-    return;
-  }
-#endif
-  std::copy_n(x, rows, row_);
+  OfFormat(matrix, [&]<class W>() {
+    if constexpr (std::is_same_v<typename W::Input, float>) {
+      std::copy_n(x, rows, row_);
+    } else {
+      const int64_t width = W::Width(matrix.inputs);
+      auto* const converted = scratch.Take<typename W::Input>(rows * width);
+      ForEach(parallel, rows, rows * matrix.inputs, [&](int64_t row) {
+        W::Convert(x[row], matrix.inputs, converted + row * width);
+        row_[row] = converted + row * width;
+      });
+    }
+  });
 }
 
 }  // namespace peagle
