@@ -353,7 +353,8 @@ class LoadConfig:
     """Keep all positions in sliding-window layers. It takes more memory, but a prompt can reuse any part of a cached
     prefix."""
     dtype: Annotated[DtypeName | None, Flag(MACHINE, "DTYPE")] = None
-    """Compute in float32 or bfloat16. Default: float32 on CPU, bfloat16 elsewhere."""
+    """Compute in float32 or bfloat16. Default: bfloat16; on a CPU float32 without the native kernels, or for a target
+    that is not stored in bfloat16."""
     experts: Annotated[ExpertsChoice, Flag(MACHINE, "LAYOUT")] = "auto"
     """packed: keep MXFP4 in memory; expanded: dequantise at load; auto: the fastest that fits."""
     kernels: Annotated[KernelsChoice, Flag(MACHINE, "KIND")] = "auto"

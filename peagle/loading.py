@@ -71,7 +71,7 @@ def load(
         target           a directory, or "demo"; a directory of that name is "./demo"
         drafter          a directory of P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" or "demo-dflash"; "ngram", without
                          weights; None: plain decoding only
-        dtype            default: float32 on CPU, bfloat16 elsewhere
+        dtype            of arithmetic and caches; default: `default_dtype`
         experts          "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto": the fastest that fits
         kernels          "native": the compiled kernels, or an error; "xla": XLA's own code; "auto": the compiled
                          kernels if they run here (`peagle info`)
@@ -102,8 +102,8 @@ def load(
         _vocabulary(target_directory, drafter_directory, draft_vocab)
     chosen_window(drafter_directory, drafter_window)
     tokenizer = load_tokenizer(target_directory)
-    dtype = dtype or default_dtype()
     implementation = _implementation(kernels)
+    dtype = dtype or default_dtype(target_directory, implementation)
 
     _refuse_too_large(target_directory, drafter_directory, dtype, experts, implementation, shape or MeshShape())
     options: Any = {"dtype": jnp.dtype(dtype), "experts": experts, "implementation": implementation}
@@ -207,16 +207,18 @@ def load_over(
     return Sharded(parts, mesh, kv_copies), LoadedTarget(**loaded[0], params=parts.params)
 
 
-def experts_in_memory(
-    target: str | Path, dtype: DtypeName, experts: ExpertsChoice, kernels: KernelsChoice
-) -> ExpertsChoice:
-    """Resolve experts "auto" on this machine, for processes that must all use one layout.
+def resolve_layout(
+    target: str | Path, dtype: DtypeName | None, experts: ExpertsChoice, kernels: KernelsChoice
+) -> tuple[DtypeName, ExpertsChoice]:
+    """Resolve dtype None and experts "auto" on this machine, for processes that must all use the same.
 
     Raises InputError as `load` does.
     """
     from target.load import chosen_experts
 
-    return chosen_experts(resolve(target, "target"), jnp.dtype(dtype), experts, _implementation(kernels))
+    directory, implementation = resolve(target, "target"), _implementation(kernels)
+    dtype = dtype or default_dtype(directory, implementation)
+    return dtype, chosen_experts(directory, jnp.dtype(dtype), experts, implementation)
 
 
 @dataclass(frozen=True)
@@ -471,9 +473,17 @@ def _implementation(kernels: KernelsChoice) -> Implementation | None:
     return "xla" if kernels == "xla" else for_weights()
 
 
-def default_dtype() -> DtypeName:
-    """Return float32 on CPU, bfloat16 elsewhere. Raises InputError if JAX cannot start on its platform."""
+def default_dtype(target_directory: Path, implementation: Implementation | None) -> DtypeName:
+    """Return bfloat16, as GPT-OSS is published; float32 on CPUs if the checkpoint is not stored so or XLA multiplies.
+
+    XLA on CPU takes about three times as long for bfloat16. Raises InputError if JAX cannot start on its platform.
+    """
+    from target.load import stored_dtype
+
     try:
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        on_cpu = jax.default_backend() == "cpu"
     except (RuntimeError, AssertionError) as error:
         raise InputError(cannot_start(error)) from None
+    if on_cpu and (implementation != "native" or stored_dtype(target_directory) != jnp.bfloat16):
+        return "float32"
+    return "bfloat16"

@@ -94,6 +94,12 @@ def inspect_target(directory: Path) -> TargetFiles:
     return TargetFiles(files.config, *stops, files.mxfp4, *totals)
 
 
+def stored_dtype(directory: Path) -> np.dtype:
+    """Return the dtype of a directory's first tensor that is not of MXFP4. Raises the InputErrors of load_target."""
+    files = open_target(directory)
+    return next(files.checkpoint.dtype(name) for name, (kind, _) in files.tensors.items() if not kind.mxfp4)
+
+
 def weight_bytes(
     directory: Path,
     *,

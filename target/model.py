@@ -296,9 +296,7 @@ class GptOss:
             positions = None if positions is None else jnp.take_along_axis(positions, rows, axis=1)
         params, by = self.params, self.params.implementation
         norm = Norm(params.norm, self.config.rms_norm_eps)
-        return linear(
-            x, params.lm_head, norm=norm, positions=positions, dtype=logits_dtype(by), implementation=by
-        )
+        return linear(x, params.lm_head, norm=norm, positions=positions, dtype=logits_dtype(by), implementation=by)
 
     def finite(self, token_ids: Int[Array, "one T"]) -> Bool[Array, "outputs T"]:
         """Run a sequence, T a multiple of CHECKED_TOGETHER; return whether each output is finite at each position.

@@ -13,7 +13,7 @@ from peagle.cli.command import record
 from peagle.cli.output import say
 from peagle.config import LoadConfig
 from peagle.engine.remote import Lead
-from peagle.loading import default_dtype, experts_in_memory
+from peagle.loading import resolve_layout
 from peagle.loading import load as load_models
 from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError, InputWarning
@@ -84,8 +84,7 @@ def load_in_all(options: Mapping[str, Any], progress: Callable[[int, int], None]
     if not _leads:
         return load_models(**options, progress=progress)
     (lead,) = _leads
-    dtype = options["dtype"] or default_dtype()
-    experts = experts_in_memory(options["target"], dtype, options["experts"], options["kernels"])
+    dtype, experts = resolve_layout(*(options[name] for name in ("target", "dtype", "experts", "kernels")))
     decided = {**options, "dtype": dtype, "experts": experts}
     message = {"load": decided, "kernels": native.status()[0]}
     pair: Pair = lead.together(message, lambda: load_models(**decided, progress=progress, lead=lead))

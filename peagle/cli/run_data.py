@@ -105,7 +105,9 @@ def make_data(settings: Data) -> int:
     tally = Tally(checked.target.stop_token_ids, settings.answers == "generated", max_new_tokens, checked.context)
     source, teacher = _source(checked, settings, display), None
     if settings.hidden or settings.top:
-        teacher = load_teacher(checked.directory, settings.load.dtype or default_dtype(), checked.aux_layers)
+        teacher = load_teacher(
+            checked.directory, settings.load.dtype or default_dtype(checked.directory, "xla"), checked.aux_layers
+        )
     started = time.perf_counter()
     with display.on_interrupt(checked.kept):
         _write_shards(checked, settings, source, teacher, tally, display)

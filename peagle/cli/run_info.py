@@ -154,7 +154,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("weights", f"{'MXFP4 experts, the rest' if files.mxfp4 else 'not quantised,'} as stored"),
         ("on disk", format_size(_disk_bytes(path))),
         ("in memory", _target_memory(files)),
-        ("loaded here", f"{format_size(needed)} for {_dtype().name} arithmetic; {fits}"),
+        ("loaded here", f"{format_size(needed)} for {_dtype(path).name} arithmetic; {fits}"),
         (f"KV cache per {TOKENS:,} tokens", f"{_memory_of(per_token)} (full layers)"),
         ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP})"),
         ("with --retain-full-kv", f"{_memory_of(retained)} per {TOKENS:,} tokens, and no pages per slot"),
@@ -240,7 +240,7 @@ def engine_rows(
 ) -> Rows:
     """Make the rows of an engine of --role: the pages that its slots reserve, and the tokens that fit into memory."""
     assert settings.role is not None
-    weights, drafter_config = _weight_bytes(target[0]), None
+    weights, drafter_config, dtype = _weight_bytes(target[0]), None, _dtype(target[0])
     config = ResolvedConfig(
         DEFAULT_NUM_SPECULATIVE_TOKENS if drafter else 0,
         slots,
@@ -254,7 +254,7 @@ def engine_rows(
         path, unwindowed = drafter
         drafter_config, _ = windowed(unwindowed, chosen_window(path, AUTO), by_option=False)
         models.append(_drafter_pages(drafter_config))
-        weights += drafter_weight_bytes(path, _dtype(), implementation=for_weights())
+        weights += drafter_weight_bytes(path, dtype, implementation=for_weights())
     groups, page_values = ([item for items in both for item in items] for both in zip(*models, strict=True))
     most_drafts = None if drafter_config is None else drafter_config.most_drafts
     sizing = Sizing(tuple(groups), tuple(page_values), config, most_drafts)
@@ -263,8 +263,8 @@ def engine_rows(
     windows = [count for count, group in zip(num_pages, groups, strict=True) if group.window is not None]
     fits = "any number: every layer has a window"
     if sum(sizing.page_bytes):
-        fitting = sizing.full_pages_in((available_memory_bytes() - weights) // _dtype().itemsize)
-        fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({_dtype().name})"
+        fitting = sizing.full_pages_in((available_memory_bytes() - weights) // dtype.itemsize)
+        fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({dtype.name})"
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
     requests = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
     return [
@@ -298,11 +298,11 @@ def _target_memory(files: TargetFiles) -> str:
 
 
 def _weight_bytes(path: Path) -> int:
-    return weight_bytes(path, dtype=_dtype(), implementation=for_weights())
+    return weight_bytes(path, dtype=_dtype(path), implementation=for_weights())
 
 
-def _dtype() -> np.dtype:
-    return jnp.dtype(default_dtype())
+def _dtype(target: Path) -> np.dtype:
+    return jnp.dtype(default_dtype(target, for_weights()))
 
 
 def _prefill_memory(config: TargetConfig) -> str:

@@ -288,7 +288,9 @@ def _trainer(
     """Load the target; return (trainer, initial parameters). Without --steps, measure how many fit into --minutes."""
     name, config, documents = checked.name, checked.config, checked.data.documents
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
-        loaded = load_target(checked.directory, dtype=jnp.dtype(default_dtype()), progress=progress)
+        loaded = load_target(
+            checked.directory, dtype=jnp.dtype(default_dtype(checked.directory, "xla")), progress=progress
+        )
     initial = initial_params(settings.shape.init, settings.learning.seed, config, loaded, checked.vocab)
     ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
     teacher = Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
