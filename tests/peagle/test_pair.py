@@ -18,12 +18,12 @@ from peagle.engine.engines import LEAST_PREFIX_BYTES, FreeMemory
 from peagle.engine.request import Request
 from peagle.engine.speculation import Speculation
 from peagle.fit import check_fit
-from peagle.loading import load, with_drafter
+from peagle.loading import default_dtype, load, with_drafter
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, from_ids
 from peagle.workflows.random_checkpoint import random_tensors
-from target.load import write_target
+from target.load import load_target, save_target, write_target
 from tests.support.pairs import (
     DRAFTER,
     MAX_POSITIONS,
@@ -59,10 +59,19 @@ def test_a_loaded_pair_streams_what_plain_decoding_says(pair: Pair) -> None:
     assert stream.result.finish_reason == "length"
 
 
+def test_default_dtype_is_the_targets_own_where_the_cpu_multiplies_it(directories: Directories, tmp_path: Path) -> None:
+    loaded = load_target(directories.target)
+    save_target(tmp_path / "float32", loaded.params, loaded.config, dtype=np.float32, mxfp4=False)
+    assert default_dtype(directories.target, "native") == "bfloat16"
+    assert default_dtype(tmp_path / "float32", "native") == "float32"
+    for implementation in ("xla", None):  # slow in bfloat16
+        assert default_dtype(directories.target, implementation) == "float32"
+
+
 def test_a_pair_knows_what_was_loaded(pair: Pair) -> None:
     assert pair.stop_token_ids == (STOP,)
     assert pair.max_positions == MAX_POSITIONS
-    assert pair.loaded.dtype == "float32"  # tests run on CPU
+    assert pair.loaded.dtype == "bfloat16"  # as it is stored
     assert pair.target.vocab_size == VOCAB_SIZE
     assert getattr(pair.target, "aux_layer_ids", None) == DRAFTER.aux_layer_ids
     assert getattr(pair.plain_target, "aux_layer_ids", None) == ()

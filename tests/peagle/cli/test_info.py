@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -161,10 +162,10 @@ def test_info_says_what_an_engine_of_each_role_takes(
     real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pages of an engine of that shape, and the tokens of one that has all the memory."""
-    pair = load(directories.target, directories.drafter, kernels="xla", dtype="float32")
+    pair = load(directories.target, directories.drafter, kernels="xla", dtype="bfloat16")
     free = 1_000_000
-    weights = weight_bytes(directories.target, dtype=np.float32, implementation=for_weights())
-    weights += drafter_weight_bytes(directories.drafter, np.float32, implementation=for_weights())
+    options: dict[str, Any] = {"dtype": jnp.dtype(jnp.bfloat16), "implementation": for_weights()}
+    weights = weight_bytes(directories.target, **options) + drafter_weight_bytes(directories.drafter, **options)
     monkeypatch.setattr(peagle.cli.run_info, "available_memory_bytes", lambda: weights + free)
     for role in ("prefill", "decode", "both"):
         typed = ("info", str(directories.target), str(directories.drafter), "--role", role, "--context", "300")
@@ -173,9 +174,9 @@ def test_info_says_what_an_engine_of_each_role_takes(
         memory = pair.engine(config).memory
         assert code == 0
         assert f"{memory.page_use.num_tokens:,}, in {memory.num_pages[0]} pages of 64" in out
-        assert f"{sum(memory.num_bytes) / 1e3:.1f} kB float32" in out
+        assert f"{sum(memory.num_bytes) / 1e3:.1f} kB bfloat16" in out
         filled = pair.engine(dataclasses.replace(config, kv_memory=free)).memory
-        assert f"{filled.page_use.num_tokens:,} beside the weights, into the memory available now (float32)\n" in out
+        assert f"{filled.page_use.num_tokens:,} beside the weights, into the memory available now (bfloat16)\n" in out
     monkeypatch.setattr(peagle.cli.run_info, "available_memory_bytes", lambda: weights)
     assert "0 beside the weights" in (out := real(*typed)[1])
     assert "; too few for one request of 300" in out

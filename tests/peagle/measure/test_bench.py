@@ -338,7 +338,7 @@ def test_json_has_every_key(run: Run) -> None:
     assert "pp 8, at once" in err
     assert "verify 2 @ 6" in err  # the table, since standard output is taken
     assert (value["schema"], set(value), set(value["config"])) == (1, TOP, CONFIG)
-    assert (value["config"]["dtype"], value["config"]["widths"]) == ("float32", [2, 1, 2])
+    assert (value["config"]["dtype"], value["config"]["widths"]) == ("bfloat16", [2, 1, 2])
     assert [(test["kind"], test["size"], test["context"]) for test in value["tests"]] == [
         ("pp", 8, 0), ("pp", 8, 0), ("tg", 3, 6), ("verify", 1, 6), ("verify", 2, 6)
     ]  # fmt: skip
