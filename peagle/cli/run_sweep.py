@@ -104,7 +104,7 @@ def _measure(
 ) -> SweepRun:
     """Decode the missing requests, with progress. origin: provenance of this process."""
     if settings.resume:
-        folder.save(sittings=[*folder.origins, origin], rows=None)
+        folder.save(origins=[*folder.origins, origin], rows=None)
     if folder.prompts() is None:
         with display.stage("reading the prompts", animated=False) as progress:
             try:

@@ -203,7 +203,7 @@ def pooled(results: Sequence[Result]) -> Counters:
 def figures(results: Sequence[Result]) -> dict[str, Figures]:
     """Return the reply's field `metrics`, with counts of its steps under vLLM's names; no field in plain decoding."""
     counters = pooled(results)
-    if not counters.num_spec_tokens:
+    if not counters.num_speculative_tokens:
         return {}
     block: Any = speculative_decoding_block(counters)
     del block["num_plain_steps"]  # vLLM has none

@@ -82,7 +82,7 @@ def _counts(lists: Sequence[Any]) -> Counts:
 
 
 def calibrations_of(folder: Folder) -> list[Calibration]:
-    """Read the calibrations of a run; older runs have none."""
+    """Read the calibrations of a run; none before it ends, or without `auto`."""
     return [Calibration.from_json(value) for value in folder.record.get("calibrations", ())]
 
 

@@ -222,8 +222,8 @@ def test_a_run_in_short_has_the_figures_of_the_whole(lab: Lab, runs: Runs) -> No
     short, whole = (json.loads((path / RUN).read_text()) for path in (out, folder.path))
     assert str(prompts.parent) not in f"{text} {short['plan']}"
     assert short["plan"]["sources"] == [whole["plan"]["sources"][0] | {"file": prompts.name}]
-    assert [{**origin, "command": []} for origin in short["sittings"]] == [
-        {**origin, "command": []} for origin in whole["sittings"]
+    assert [{**origin, "command": []} for origin in short["origins"]] == [
+        {**origin, "command": []} for origin in whole["origins"]
     ]
     for row, full in zip(short["rows"], whole["rows"], strict=True):
         figures = {name: rounded(full[name]) for name in ("acceptance_length", "speedup")}
