@@ -128,7 +128,7 @@ def _mask_hidden_shape(checkpoint: Checkpoint, config: DrafterConfig) -> tuple[i
     if not shape or shape[-1] != width or np.prod(shape) != count * width:
         raise InputError(
             f"{checkpoint.directory}: tensor {MASK_HIDDEN} has shape {list(shape)}; expected [1, {count}, {width}], "
-            f"the width of {config.num_taps} hidden states of {config.target_hidden_size}"
+            f"the width of {config.num_aux_layers} hidden states of {config.target_hidden_size}"
         )
     return shape
 
@@ -184,7 +184,7 @@ def sort_aux_layers(params: DrafterParams, config: DrafterConfig) -> tuple[Draft
     ids = config.aux_layer_ids
     if ids is None or list(ids) == sorted(ids):
         return params, config
-    columns = np.arange(config.aux_width).reshape(config.num_taps, -1)[np.argsort(ids)].ravel()
+    columns = np.arange(config.aux_width).reshape(config.num_aux_layers, -1)[np.argsort(ids)].ravel()
     moved: dict[str, Any] = {"fc": jnp.asarray(as_matrix(params.fc)[columns])}
     for field in ("aux_norm", "mask_hidden"):
         if (values := getattr(params, field)) is not None:

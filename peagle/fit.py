@@ -92,9 +92,9 @@ def fitting_aux_layers(
     if outputs is None:
         of_block = drafter.kind == "DFlash"
         outputs = default_dflash_layers(drafter.num_layers, n) if of_block else default_aux_layer_ids(n)
-        if len(outputs) != drafter.num_taps:
+        if len(outputs) != drafter.num_aux_layers:
             raise InputError(
-                f"the drafter {drafter_name} reads {drafter.num_taps} aux layers and does not name them, and the "
+                f"the drafter {drafter_name} reads {drafter.num_aux_layers} aux layers and does not name them, and the "
                 f"default for the target {target_name} is {len(outputs)}: {list(outputs)}; give --aux-layer-ids, or "
                 f"name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
             )

@@ -8,7 +8,7 @@ from peagle.cli.command import Takes
 from peagle.cli.flags import PROMPT_FILE, QUIET, STRICT
 from peagle.config import EngineConfig, LoadConfig, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.ops.flag import DRAFTER, OUTPUT, PROMPT, SAMPLING, Flag, check_least, layers_reader
+from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, Flag, check_least, layers_reader
 from peagle.text.prompts import Rendering
 
 CONTEXT = "Context length in tokens: prompt plus response. A prompt that leaves no room is skipped."
@@ -55,13 +55,13 @@ class Data:
     """Prompts per shard."""
     hidden: Annotated[bool, Flag(OUTPUT)] = False
     """Also store the target's hidden states that the drafter reads (aux_hidden), for every token: large files."""
+    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(OUTPUT, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
+    """With --hidden: store the outputs of these target layers (0-based). Default: 1, n/2 - 1 and n - 4 of n layers."""
     top: Annotated[int, Flag(OUTPUT, "N")] = 0
     """Also store the target's N largest logits after every token."""
     keep_prompt: Annotated[int | None, Flag(OUTPUT, "N")] = None
     """Store only the last N tokens of a prompt; the target still reads all of it. For drafters whose windows reach no
     further; needs --hidden and --top."""
-    taps: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("taps"))] = None
-    """Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers."""
     sampling: SamplingParams = SamplingParams()
     quiet: Annotated[bool, QUIET] = False
 
@@ -72,9 +72,9 @@ class Data:
                 "--keep-prompt drops tokens that the target would have to read again in training; give --hidden and "
                 "--top, too, or leave it out"
             )
-        if self.taps is not None and not self.hidden:
+        if self.aux_layer_ids is not None and not self.hidden:
             raise InputError(
-                "--taps names hidden states to keep, and none are kept: give --hidden, too, or leave it out"
+                "--aux-layer-ids names hidden states to store, and none are stored: give --hidden, too, or leave it out"
             )
 
     def run(self) -> int:

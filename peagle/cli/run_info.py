@@ -223,7 +223,7 @@ def drafter_rows(
         ("proposes", proposes),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
         *([] if c.most_drafts is None else [("block", f"{c.block_size} rows: up to {c.most_drafts} drafts")]),
-        ("aux layers", f"{c.num_taps}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
+        ("aux layers", f"{c.num_aux_layers}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
         ("window", window),
         ("drafts by auto", _drafts(path)),
         ("parameters", f"{parameters:,}"),

@@ -122,8 +122,8 @@ def train(settings: Train) -> int:
         prompts = read_prompts(Path(settings.evaluate), checked.directory, Rendering(), strict=settings.strict)
         display.warn(prompts.warnings)
     if layers := checked.config.aux_layer_ids:
-        chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
-        why = "as given" if chosen else "early, in the middle and late, as EAGLE-3 takes them; --taps names others"
+        chosen = settings.shape.init or settings.shape.aux_layer_ids
+        why = "as given" if chosen else "the default, as EAGLE-3's; choose with --aux-layer-ids"
         display.note(f"reads the outputs of the target's layers {', '.join(map(str, layers))}: {why}")
     trainer, initial = _trainer(checked, settings, prompts, display)
     begun, out, documents = checked.begun, checked.out, checked.data.documents

@@ -30,8 +30,8 @@ from target.load import inspect_target, load_embedding_and_head
 CARD = """\
 # {kind} drafter for {target}
 
-It drafts the next tokens of {target} from {taps} of its hidden states. The target verifies every draft, so the output
-is exactly its own.
+It drafts the next tokens of {target} from {aux_layers} of its hidden states. The target verifies every draft, so the
+output is exactly its own.
 
 - {layers} of width {hidden}, {heads} query and {kv_heads} key/value heads of {head_dim}, MLP {mlp_width}
 - reads the outputs of the target's layers {layer_ids}, {target_hidden} wide
@@ -178,7 +178,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
     return CARD.format(
         kind=c.kind,
         target=verifier or "TARGET",
-        taps=c.num_taps,
+        aux_layers=c.num_aux_layers,
         layers="1 layer" if c.num_layers == 1 else f"{c.num_layers} layers",
         hidden=c.hidden_size,
         heads=c.num_heads,

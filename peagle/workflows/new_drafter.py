@@ -60,8 +60,6 @@ def drafter_config(
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
         return _with_window(config, shape), None
-    if shape.aux_layer_ids is not None:
-        raise InputError("--aux-layer-ids needs --init; name the layers of a new drafter with --taps")
     mask_token = shape.mask_token
     if mask_token is None and kind != "EAGLE-3":
         mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
@@ -92,7 +90,6 @@ def _config_of_init(
         "--kv-heads": (shape.kv_heads, config.num_kv_heads),
         "--head-dim": (shape.head_dim, config.head_dim),
         "--mlp-width": (shape.mlp_width, config.mlp_width),
-        "--taps": (shape.taps, config.aux_layer_ids),
         "--mask-token": (shape.mask_token, config.mask_token_id),
         "--mask-hiddens": (shape.mask_hiddens if shape.mask_hiddens > 1 else None, config.num_mask_hiddens),
     }
@@ -107,7 +104,7 @@ def _new_config(
 ) -> DrafterConfig:
     """Make the config of a new drafter of all tokens."""
     num_layers = shape.layers or LAYERS[kind]
-    aux_layer_ids = shape.taps
+    aux_layer_ids = shape.aux_layer_ids
     if kind == "DFlash":
         _check_dflash(shape, target)
         aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
@@ -129,7 +126,7 @@ def _new_config(
         mask_token_id=mask_token,
         num_mask_hiddens=shape.mask_hiddens,
         rope=RopeConfig(head_dim, 10000.0),
-        num_taps=len(aux_layer_ids),
+        num_aux_layers=len(aux_layer_ids),
         aux_layer_ids=aux_layer_ids,
         rms_norm_eps=target.rms_norm_eps,
     )

@@ -318,7 +318,9 @@ def readings(pair: Pair, model: AnyDrafter, checkpoint: Checkpoint, drafted: Dra
                 dataclasses.replace(text, aux_hidden=_aux_of(hidden, moved))
                 for text, hidden in zip(texts, drafted.hiddens, strict=True)
             ]
-            name = f"taps: every one is off by {-shift:+d}, it reads outputs {list(layers)} instead of {list(moved)}"
+            name = (
+                f"aux layers: every one is off by {-shift:+d}, it reads outputs {list(layers)} instead of {list(moved)}"
+            )
             typed = ",".join(map(str, moved))
             cure = f"{_key(aux_layers.key, aux_layers.written(moved))}, or give --aux-layer-ids {typed}"
             yield Candidate(name, cure, model, shifted)

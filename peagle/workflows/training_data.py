@@ -207,8 +207,8 @@ def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: Dr
         aux_hidden = document.teacher.get("aux_hidden")
         if aux_hidden is not None and aux_hidden.shape[1] != config.aux_width:
             raise InputError(
-                f"the data's taps are {aux_hidden.shape[1]} wide, the drafter reads {config.aux_width}; expected the "
-                "--taps of peagle data"
+                f"the data's hidden states are {aux_hidden.shape[1]} wide, the drafter reads {config.aux_width}; "
+                "expected the same --aux-layer-ids in peagle data and peagle train"
             )
     if not uses:
         return
@@ -233,12 +233,12 @@ def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str,
     """
     for folder in folders:
         manifest = read_manifest(folder)
-        layers = manifest.get("taps")
+        layers = manifest.get("aux_layer_ids")
         if layers and config.aux_layer_ids is not None and tuple(layers) != config.aux_layer_ids:
             listed = ",".join(map(str, layers))
             raise InputError(
                 f"{folder} holds the outputs of layers {layers}, the drafter reads {list(config.aux_layer_ids)}; "
-                f"expected the same: give --taps {listed}, or make the data with the drafter's"
+                f"expected the same: make the data with the drafter's, or give --aux-layer-ids {listed} for a new one"
             )
         reach, kept = config.context_reach, manifest.get(KEPT)
         if kept is not None and (reach is None or kept < reach + depth + 1):

@@ -207,7 +207,7 @@ def test_layers_that_are_not_named_are_spread_over_the_target(tmp_path: Path) ->
         del config["dflash_config"]["target_layer_ids"]
 
     config = parse_config(open_drafter(written(tmp_path, BIASED, unnamed)))
-    assert (config.aux_layer_ids, config.num_taps) == (None, 2)
+    assert (config.aux_layer_ids, config.num_aux_layers) == (None, 2)
 
 
 def change(**changes: Any) -> Edit:

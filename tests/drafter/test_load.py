@@ -107,7 +107,7 @@ def test_a_drafter_comes_back_bit_for_bit(tmp_path: Path, name: str, dialect: Di
 @BOTH
 def test_other_rope_scalings_and_default_aux_layers_come_back(tmp_path: Path, dialect: Dialect) -> None:
     yarn = Yarn(factor=8.0, original_length=64, beta_fast=16.0, truncate=False, concentration=1.5)
-    base = dataclasses.replace(CONFIGS[FOUR], aux_layer_ids=None, num_taps=3)
+    base = dataclasses.replace(CONFIGS[FOUR], aux_layer_ids=None, num_aux_layers=3)
     for scaling in (yarn, dataclasses.replace(yarn, concentration=None), None):
         config = dataclasses.replace(base, rope=RopeConfig(6, 1234.5, scaling))
         save_drafter(tmp_path, random_params(CONFIGS[FOUR]), config, dialect)
@@ -145,7 +145,7 @@ def test_vllm_finds_what_it_reads() -> None:
     vocabulary is smaller; layers with norms of queries and keys as Qwen3's."""
     for name in (TWO, EAGLE_NORMED):
         geometry = render_config(CONFIGS[name], "speculators", "float32", "some/target")[NESTED]
-        assert (geometry["num_aux_hidden_states"], geometry["fc_norm"]) == (CONFIGS[name].num_taps, True)
+        assert (geometry["num_aux_hidden_states"], geometry["fc_norm"]) == (CONFIGS[name].num_aux_layers, True)
     config = CONFIGS[TWO]
     whole = random_params(config).replace(draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32))
     assert not {"d2t", "t2d"} & to_tensors(whole, config).keys()

@@ -327,7 +327,7 @@ def test_a_repository_in_the_local_cache_is_found_by_its_name(
             resolve(name, "drafter")
 
 
-def test_a_pair_that_fits_has_the_drafters_taps(directories: Directories) -> None:
+def test_a_pair_that_fits_has_the_drafters_aux_layers(directories: Directories) -> None:
     assert check_fit(directories.target, directories.drafter).outputs == DRAFTER.aux_layer_ids
 
 
@@ -430,10 +430,10 @@ def test_a_drafter_that_does_not_fit_is_refused(
         assert str(tmp_path / "other") in str(caught.value)
 
 
-def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
+def test_fewer_aux_layers_than_the_default_must_be_named(tmp_path: Path) -> None:
     deep = dataclasses.replace(TARGET, layer_types=TARGET.layer_types * 3)
     write_target(tmp_path / "deep", deep, random_tensors(deep, True, 1), mxfp4=True)
-    write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
+    write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_aux_layers=2, aux_layer_ids=None))
     write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
     assert check_fit(tmp_path / "deep", tmp_path / "three").outputs == (1, 3, 5)
     with pytest.raises(InputError, match=r"reads 2 aux layers .* 3: \[1, 3, 5\]"):

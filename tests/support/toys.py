@@ -65,7 +65,7 @@ def drafter_config(target: TargetConfig = CONFIG, **changes: Any) -> DrafterConf
         draft_vocab_size=target.vocab_size,
         mask_token_id=3,
         rope=RopeConfig(6, 10000.0),
-        num_taps=2,
+        num_aux_layers=2,
         aux_layer_ids=(0, 1),
     )
     return dataclasses.replace(config, **changes)

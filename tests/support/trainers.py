@@ -35,7 +35,7 @@ CONFIG = DrafterConfig(
     draft_vocab_size=VOCAB,
     mask_token_id=VOCAB - 1,
     rope=RopeConfig(8, 10000.0),
-    num_taps=2,
+    num_aux_layers=2,
     aux_layer_ids=(0, 1),
 )
 RECIPE = Recipe(steps=12, width=24, cod=Cod(depth=3), learning_rate=0.02, other_rate=0.02)
