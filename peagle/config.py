@@ -367,7 +367,7 @@ class LoadConfig:
     """Address at which process 0 waits for the others; PORT alone: this machine. --mesh then spans the devices of all
     processes. Trusted networks only."""
     process_id: Annotated[int | None, Flag(MACHINE, "I")] = None
-    """This process's rank. Rank 0 runs the command; the others follow."""
+    """This process's rank. Rank 0 runs the command; the others work for it."""
     num_processes: Annotated[int | None, Flag(MACHINE, "N")] = None
     """Number of processes, 2 or more."""
 
