@@ -10,8 +10,8 @@ were computed after a request ended are dropped.
 Before a dispatch, requests get the pages that it may fill (peagle.engine.request_pages). If there are too few, the
 latest request is preempted: it loses its pages and is later recomputed from the tokens that it has emitted.
 
-If a request has a grammar, its steps are cut in two (`_cut_step`): the host computes the token masks from the drafts
-while the target verifies them. Whole steps of the other requests alternate with cut ones (peagle.engine.scheduler).
+If a request has a grammar, its steps are split in two (`_split_step`): the host computes the token masks from the
+drafts while the target verifies them. Whole steps of the other requests alternate with split ones (peagle.engine.scheduler).
 
     device | propose | verify                              | accept | propose | verify
     host   | dispatch, read what was sent before, masks, dispatch | dispatch ...
@@ -315,7 +315,7 @@ class Engine(AnyEngine):
         return self._guarded(self._send) + self._guarded(self._receive)
 
     def send(self) -> Chunks:
-        """Run the first half of a step: send the next dispatch. Waits for the device only in a cut step.
+        """Run the first half of a step: send the next dispatch. Waits for the device only in a split step.
 
         For the driver of several engines, which alternates `send` and `receive`. Raises as `step` does.
         """
@@ -353,8 +353,8 @@ class Engine(AnyEngine):
         chunks: Chunks = []
         if isinstance(action, Chunk):
             self._prefill(action)
-        elif isinstance(action, Steps) and action.cut:
-            chunks = self._cut_step(action)
+        elif isinstance(action, Steps) and action.split:
+            chunks = self._split_step(action)
         elif isinstance(action, Steps):
             self._whole_steps(action)
         elif not self._in_flight:
@@ -472,7 +472,7 @@ class Engine(AnyEngine):
         result = self.executor.steps(plan, self._step_costs(batch, len(plan)), batch.count, batch.kind)
         self._sent(action, result, batch, self.batches.by_row(batch.rows, len(plan)), sent_s)
 
-    def _cut_step(self, action: Steps) -> Chunks:
+    def _split_step(self, action: Steps) -> Chunks:
         """Run one step of all requests, with masks for those with a grammar; return the chunks read meanwhile."""
         sent_s = self._sending()
         if (batch := self._next_batch(action)) is None:
@@ -509,7 +509,7 @@ class Engine(AnyEngine):
 
         def choose(count: int) -> StepBatch:
             drafts = self.config.num_drafts if self._could_pay(self._scheduler.num_active) else 0
-            return self.batches.choose(self._scheduler.decoding, drafts, action.cut, count)
+            return self.batches.choose(self._scheduler.decoding, drafts, action.split, count)
 
         batch = choose(action.count)
         for count in (action.count, 1):

@@ -1,7 +1,7 @@
 """Run the executor's verbs on several processes: the coordinator calls them, the workers repeat each call.
 
-Only the coordinator, process 0, has an engine: it schedules, measures and reads. It sends each verb, as name and values,
-before it calls it. State and pages stay in the executor of each process. So a worker needs no scheduler and no
+Only the coordinator, process 0, has an engine: it schedules, measures and reads. It sends each verb, as name and
+values, before it calls it. State and pages stay in the executor of each process. So a worker needs no scheduler and no
 tokenizer, and decides nothing.
 
     coordinator  executor.steps(plan, costs, count, kind)      {"verb": "steps", "values": [plan, ..]}

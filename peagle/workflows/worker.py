@@ -41,6 +41,6 @@ def _check_kernels(expected: str | None) -> None:
     """Raise InputError for other kernels than process 0's, which round differently."""
     if (ours := native.status()[0]) != expected:
         raise InputError(
-            f"its kernels are {ours or native.XLA}, those of process 0 {expected or native.XLA}; expected the same: set "
-            f"{native.VARIABLE} to kernels that all machines have"
+            f"its kernels are {ours or native.XLA}, those of process 0 {expected or native.XLA}; expected the same: "
+            f"set {native.VARIABLE} to kernels that all machines have"
         )

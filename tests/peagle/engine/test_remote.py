@@ -28,7 +28,7 @@ CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=
 
 @pytest.mark.parametrize("kind", ["P-EAGLE", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_a_worker_ends_with_the_coordinators_bits(kind: str) -> None:
-    """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
+    """Through the wire's own bytes: prompts, steps of every kind, split ones too, known pages, an abort."""
     pair = models()
     target, (drafter, lookup) = pair.target, (pair.drafter, NGram()) if kind == "P-EAGLE" else (NGram(), None)
     config = dataclasses.replace(CONFIG, adaptive=True)
