@@ -134,7 +134,7 @@ class DrafterConfig:
         return self.mask_token_id is not None
 
     @property
-    def most_drafts(self) -> int | None:
+    def block_drafts(self) -> int | None:
         """Most drafts of a step; None: any number."""
         return None if self.block_size is None else self.block_size - 1
 
@@ -153,16 +153,16 @@ class DrafterConfig:
         return min((window for window in self.windows or () if window is not None), default=None)
 
     @property
-    def context_reach(self) -> int | None:
+    def receptive_field(self) -> int | None:
         """How many positions before a row its output depends on: the sum of window - 1 over layers; None: all.
 
         For DFlash the widest window - 1, because every layer reads the same context.
         """
         windows = self.windows or (None,)
-        reaches = [window - 1 for window in windows if window is not None]
+        fields = [window - 1 for window in windows if window is not None]
         if None in windows:
             return None
-        return max(reaches) if self.kind == "DFlash" else sum(reaches)
+        return max(fields) if self.kind == "DFlash" else sum(fields)
 
     def with_window(self, window: int | None) -> "DrafterConfig":
         return dataclasses.replace(self, windows=None if window is None else (window,) * self.num_layers)

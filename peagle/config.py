@@ -144,12 +144,12 @@ def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
         raise InputError(message, "num_speculative_tokens")
 
 
-def check_block(num_drafts: int, most_drafts: int | None, drafter: str = "the drafter") -> None:
-    """Raise InputError for more drafts than a DFlash block has. most_drafts None: any number is possible."""
-    if most_drafts is not None and num_drafts > most_drafts:
+def check_block(num_drafts: int, block_drafts: int | None, drafter: str = "the drafter") -> None:
+    """Raise InputError for more drafts than a DFlash block has. block_drafts None: any number is possible."""
+    if block_drafts is not None and num_drafts > block_drafts:
         raise InputError(
-            f"K is {num_drafts}; expected at most {most_drafts}, since a block of {drafter} has {most_drafts + 1} "
-            f"rows, the pending token and {most_drafts} drafts: lower -k",
+            f"K is {num_drafts}; expected at most {block_drafts}, since a block of {drafter} has {block_drafts + 1} "
+            f"rows, the pending token and {block_drafts} drafts: lower -k",
             "num_speculative_tokens",
         )
 

@@ -239,7 +239,7 @@ def _check(settings: Train) -> CheckedTraining:
     if config.kind == "DFlash" and settings.dialect != "vllm":
         raise InputError(f"--dialect is {settings.dialect}; expected vllm: a DFlash drafter has a layout of its own")
     if settings.evaluate is not None:
-        check_block(settings.num_speculative_tokens, config.most_drafts)
+        check_block(settings.num_speculative_tokens, config.block_drafts)
     if vocab is not None:  # raises InputError if no answer of the data has a token of the vocabulary
         data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)
     check_tokens(data.documents, config, shape)

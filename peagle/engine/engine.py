@@ -11,7 +11,8 @@ Before a dispatch, requests get the pages that it may fill (peagle.engine.reques
 latest request is preempted: it loses its pages and is later recomputed from the tokens that it has emitted.
 
 If a request has a grammar, its steps are split in two (`_split_step`): the host computes the token masks from the
-drafts while the target verifies them. Whole steps of the other requests alternate with split ones (peagle.engine.scheduler).
+drafts while the target verifies them. Whole steps of the other requests alternate with split ones
+(peagle.engine.scheduler).
 
     device | propose | verify                              | accept | propose | verify
     host   | dispatch, read what was sent before, masks, dispatch | dispatch ...
@@ -388,7 +389,7 @@ class Engine(AnyEngine):
         self._clock.read(sent, now)
         for handle in sent.requests:
             if handle is not None:
-                handle.ahead -= sent.most_tokens
+                handle.rows_in_flight -= sent.most_tokens
         return self._collector.read(sent, values, now)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ class Engine(AnyEngine):
             return None
         assert handle.table is not None
         token_ids, known = handle.computed_ids, handle.table.num_cached_tokens
-        handle.ahead = 0
+        handle.rows_in_flight = 0
         if handle.hand_off is not None:
             handoff.put(self.executor, self.memory, handle.table, handle.hand_off)
             handle.hand_off, handle.drafter_rows, known = None, len(token_ids), len(token_ids)
@@ -487,7 +488,7 @@ class Engine(AnyEngine):
         drafts, read_s = np.asarray(proposed), time.perf_counter()
         requests = self.batches.by_row(batch.rows, len(plan))
         masks, counts = self.constrained.masks(requests, drafts, plan[:, 1].tolist())
-        chunks += self._finish_stuck(batch)
+        chunks += self._finish_failed_grammars(batch)
         if verified.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - read_s
         result = self.executor.accept_and_commit(plan, costs, masks, counts, batch.kind)
@@ -513,12 +514,13 @@ class Engine(AnyEngine):
 
         batch = choose(action.count)
         for count in (action.count, 1):
-            reach = [self.pages.reach(handle, count, batch.kind.num_drafts) for _, handle in batch.rows]
-            if all(self.pages.reserve(handle, most) for (_, handle), most in zip(batch.rows, reach, strict=True)):
+            drafts = batch.kind.num_drafts
+            lengths = [self.pages.length_after(handle, count, drafts) for _, handle in batch.rows]
+            if all(self.pages.reserve(handle, most) for (_, handle), most in zip(batch.rows, lengths, strict=True)):
                 return dataclasses.replace(batch, count=count) if batch.rows else None
         for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
             if handle.table is not None:
-                self._reserve(handle, self.pages.reach(handle, 1, batch.kind.num_drafts))
+                self._reserve(handle, self.pages.length_after(handle, 1, batch.kind.num_drafts))
         batch = choose(1)  # without the preempted requests
         return batch if batch.rows else None
 
@@ -542,11 +544,11 @@ class Engine(AnyEngine):
     ) -> None:
         sent = InFlight(action, result, requests, sent_s, batch.kind.num_drafts, batch.count)
         for _, handle in batch.rows:
-            handle.ahead += sent.most_tokens
+            handle.rows_in_flight += sent.most_tokens
         self._in_flight.append(sent)
 
-    def _finish_stuck(self, batch: StepBatch) -> Chunks:
-        """End the requests whose grammar cannot be followed any further; return their last chunks."""
+    def _finish_failed_grammars(self, batch: StepBatch) -> Chunks:
+        """End the requests whose grammar has failed; return their last chunks."""
         chunks = []
         for _, handle in batch.rows:
             matcher = handle.matcher

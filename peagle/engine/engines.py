@@ -151,7 +151,7 @@ class Engines:
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
                 f"after the prompt and the target has {target.max_positions}"
             )
-        check_block(k, getattr(drafter, "most_drafts", None))
+        check_block(k, getattr(drafter, "block_drafts", None))
         window = getattr(drafter, "window", None) if k else None
         if window is not None and window < k + 1:
             raise InputError(

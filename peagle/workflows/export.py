@@ -200,7 +200,7 @@ def _slots(config: DrafterConfig) -> str:
     """Describe how many drafts a pass gives, and by which mask token."""
     if not config.parallel:
         return "one draft a pass"
-    block = "" if config.most_drafts is None else f", up to {config.most_drafts} of them"
+    block = "" if config.block_drafts is None else f", up to {config.block_drafts} of them"
     return f"all drafts in one pass{block}; mask token {config.mask_token_id}"
 
 
@@ -222,7 +222,7 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
     grouped = target is not None and spread_over_groups(config, target)
     flag = f" {ONE_GROUP}" if grouped else ""
     if config.kind == "DFlash":
-        served: dict[str, Any] = {"method": "dflash", "model": ".", "num_speculative_tokens": config.most_drafts}
+        served: dict[str, Any] = {"method": "dflash", "model": ".", "num_speculative_tokens": config.block_drafts}
         lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
     elif dialect == "vllm":
         kind = "peagle" if config.parallel else "eagle3"

@@ -206,20 +206,20 @@ def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
 
     Raises InputError for options of blocks with another kind of drafter, and for a depth that is not the blocks'.
     """
-    if config.most_drafts is None:
+    if config.block_drafts is None:
         for name, value in (("blocks", learning.blocks), ("draft_decay", learning.draft_decay)):
             if value is not None:
                 raise InputError(f"{name} is given, and a {config.kind} drafter has none; leave it out", name)
         return learning
-    if learning.cod.depth != config.most_drafts:
+    if learning.cod.depth != config.block_drafts:
         raise InputError(
-            f"depth is {learning.cod.depth}, and a block of the drafter has {config.most_drafts} drafts; expected the "
+            f"depth is {learning.cod.depth}, and a block of the drafter has {config.block_drafts} drafts; expected the "
             "same",
             "depth",
         )
-    if config.most_drafts < 2:
+    if config.block_drafts < 2:
         raise InputError("depth is 1; expected 2 or more, the drafts of a DFlash drafter's block", "depth")
-    decay = next((decay for most, decay in DRAFT_DECAY if config.most_drafts <= most), LATEST_DECAY)
+    decay = next((decay for most, decay in DRAFT_DECAY if config.block_drafts <= most), LATEST_DECAY)
     return dataclasses.replace(
         learning,
         blocks=learning.blocks or max(1, round(BLOCKS_FRAC * learning.width)),

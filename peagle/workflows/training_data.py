@@ -240,10 +240,10 @@ def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str,
                 f"{folder} holds the outputs of layers {layers}, the drafter reads {list(config.aux_layer_ids)}; "
                 f"expected the same: make the data with the drafter's, or give --aux-layer-ids {listed} for a new one"
             )
-        reach, kept = config.context_reach, manifest.get(KEPT)
-        if kept is not None and (reach is None or kept < reach + depth + 1):
+        field, kept = config.receptive_field, manifest.get(KEPT)
+        if kept is not None and (field is None or kept < field + depth + 1):
             needs = (
-                "all of them" if reach is None else f"the last {reach + depth + 1} with its windows and --depth {depth}"
+                "all of them" if field is None else f"the last {field + depth + 1} with its windows and --depth {depth}"
             )
             raise InputError(
                 f"{folder} holds the last {kept} tokens of a prompt, the drafter reads {needs}; give a smaller "

@@ -341,7 +341,7 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "outputs", "description", "doubt"),
+    ("changes", "outputs", "description", "warning"),
     [
         ({KEY: [2, 5, 8]}, (1, 4, 7), "inputs, .* as vLLM reads them", None),
         ({KEY: [1, 3, 4]}, (0, 2, 3), "inputs", r"begin with 1; .* try --aux-layer-ids 1,3,4, .* \[2, 4, 5\] there"),
@@ -371,27 +371,27 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
         ({}, (1, 3, 4), "the target's default, as config.json names none", None),
     ],
 )
-def test_the_reading_of_aux_layer_ids_is_said_and_doubted(
-    tmp_path: Path, changes: dict[str, object], outputs: tuple[int, ...], description: str, doubt: str | None
+def test_the_reading_of_aux_layer_ids_is_said_with_a_warning(
+    tmp_path: Path, changes: dict[str, object], outputs: tuple[int, ...], description: str, warning: str | None
 ) -> None:
     """By their key; a warning if they look like the other convention's, which is never assumed."""
     directory = demo_drafter_that_says(tmp_path / "drafter", **changes)
     fit = check_fit(DEMO_DIRECTORY / "target", directory)
     assert fit.outputs == outputs
     assert re.search(description, fit.description)
-    assert fit.warning is None if doubt is None else re.search(doubt, fit.warning or "")
+    assert fit.warning is None if warning is None else re.search(warning, fit.warning or "")
     chosen = check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 7))
     assert (chosen.outputs, chosen.warning) == ((1, 4, 7), None)
     assert "given" in chosen.description
 
 
-def test_aux_layer_ids_that_are_given_win_and_doubts_are_warnings(tmp_path: Path) -> None:
+def test_aux_layer_ids_that_are_given_win(tmp_path: Path) -> None:
     directory = demo_drafter_that_says(tmp_path / "drafter", **{KEY: [1, 4, 7]})
     plain = load("demo", None)
     with pytest.warns(InputWarning, match="begin with 1"):
-        doubtful = with_drafter(plain, "demo", directory)
+        warned = with_drafter(plain, "demo", directory)
     chosen = with_drafter(plain, "demo", directory, aux_layer_ids=(1, 4, 7))
-    assert [getattr(pair.target, "aux_layer_ids", None) for pair in (doubtful, chosen)] == [(0, 3, 6), (1, 4, 7)]
+    assert [getattr(pair.target, "aux_layer_ids", None) for pair in (warned, chosen)] == [(0, 3, 6), (1, 4, 7)]
     for name in (None, "ngram"):
         with pytest.raises(InputError, match="no drafter with weights"):
             load("demo", name, aux_layer_ids=(1, 4, 7))

@@ -77,8 +77,8 @@ def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], t
     assert "LIKELY CAUSE" not in lines
     findings = json.loads(out.read_text())["drafter"]
     assert findings["difference"] is None
-    assert findings["seen"] == pytest.approx(findings["expected"], abs=0.02)
-    assert findings["other_rendering"] < findings["seen"]
+    assert findings["acceptance_length"] == pytest.approx(findings["expected"], abs=0.02)
+    assert findings["other_rendering"] < findings["acceptance_length"]
     assert findings["logits"]["max_difference"] < 1e-4
 
 
