@@ -31,7 +31,7 @@ from jax.experimental import topologies
 from peagle.config import AUTO
 from peagle.engine import programs
 from peagle.engine.engine import Engine
-from peagle.engine.plans import chunk_plan
+from peagle.engine.pass_plans import chunk_plan
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
 from peagle.measure.sweep.plan import parse_ks

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.batches import RowBatch
 from drafter.train.loss import Labels, Sums, TrainingRows, chain_loss, labels_of_best, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
+from drafter.train.row_batches import RowBatch
 from peagle.ops.errors import InputError
 
 ROWS = "rows"  # the mesh axis

@@ -26,7 +26,6 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.batches import RowBatch, RowBatches
 from drafter.train.folder import (
     CHECKPOINTS,
     EVALUATION,
@@ -40,6 +39,7 @@ from drafter.train.folder import (
 from drafter.train.held_out import HeldOut, score_of
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe, optimizer
+from drafter.train.row_batches import RowBatch, RowBatches
 from drafter.train.step import AnyTeacher, Fixed, FrozenWeights, Record, State, devices_for, step_program, sums_program
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of, write_text_whole

@@ -16,11 +16,11 @@ from peagle.config import AUTO, Drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure.provenance import provenance
-from peagle.measure.sweep import calibration, page
+from peagle.measure.sweep import calibration, layout
 from peagle.measure.sweep.figures import VariantRow, alone, concurrent, rows
 from peagle.measure.sweep.headline import headlines
 from peagle.measure.sweep.plan import FULL, PLAIN, Plan, PromptSource, numbers, parse_ks, short_names
-from peagle.measure.sweep.run import Models, Pairs, SweepRun, make_requests, models_of, num_turns
+from peagle.measure.sweep.runner import Models, Pairs, SweepRun, make_requests, models_of, num_turns
 from peagle.measure.sweep.store import RAW, Folder, begin, open_run
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
@@ -157,8 +157,8 @@ def _finish(folder: Folder, display: Display) -> Sequence[VariantRow]:
         if folder.plan.concurrent:
             record["by_concurrency"] = [row.to_json() for row in concurrent(figures)]
         folder.save(**record)
-    tables, sentences = page.terminal_tables(folder, figures), headlines(folder, figures)
-    finish(display, tables, sentences, folder.path, lambda: page.run_blocks(folder, figures))
+    tables, sentences = layout.terminal_tables(folder, figures), headlines(folder, figures)
+    finish(display, tables, sentences, folder.path, lambda: layout.run_blocks(folder, figures))
     return figures
 
 

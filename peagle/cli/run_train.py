@@ -17,10 +17,10 @@ from drafter.config import DrafterConfig
 from drafter.dialects import Dialect
 from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
-from drafter.train.batches import RowBatches
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, MOVABLE, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
+from drafter.train.row_batches import RowBatches
 from drafter.train.shards import WEIGHTS
 from drafter.train.step import FrozenWeights, devices_for
 from drafter.train.trainer import Deadline, Trainer, TrainingStopped

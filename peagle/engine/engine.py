@@ -29,7 +29,6 @@ import numpy as np
 
 from peagle.engine import handoff
 from peagle.engine.admission import Admission
-from peagle.engine.batches import StepBatch, StepBatches
 from peagle.engine.collect import Collector, InFlight
 from peagle.engine.constrained import Constrained
 from peagle.engine.executor import Executor
@@ -44,6 +43,7 @@ from peagle.engine.request_pages import RequestPages
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.state import SlotParams
+from peagle.engine.step_batches import StepBatch, StepBatches
 from peagle.engine.timing import LoopClock, LoopTimes
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import CostTable, Counts

@@ -21,7 +21,7 @@ import numpy as np
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
-from peagle.engine.plans import chunk_plan, step_plan
+from peagle.engine.pass_plans import chunk_plan, step_plan
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams

@@ -10,8 +10,8 @@ from typing import Any
 from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogprobs
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins
+from peagle.serve.engine_loop import Call, Loop
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import Call, Loop
 from peagle.serve.metrics import AnswerMetrics, Metrics
 from peagle.serve.replies import Figures, TokenOrigin, Usage
 from peagle.text.channels import CALL, ChannelParser, Delta

@@ -33,7 +33,7 @@ from peagle.serve.formatter import ChannelFormatter, Generation
 from peagle.serve.http import check_messages, count_parts
 from peagle.serve.open_answers import AnswerChunk, OpenAnswers, figures, usage
 from peagle.serve.replies import ResponseEvent, ResponseUsage, Usage
-from peagle.serve.requests import notes
+from peagle.serve.request_builder import notes
 from peagle.serve.response_bodies import (
     HostedTool,
     InputCall,
@@ -51,7 +51,7 @@ from peagle.serve.response_bodies import (
     ResponsesBody,
     TextFormat,
 )
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import StoredItem
 from peagle.serve.structured import constraint_field
 from peagle.serve.tools import duplicate_call_id, result_without_call, unknown_call_id
@@ -74,59 +74,59 @@ class PastItems:
     references: Mapping[str, StoredItem] = field(default_factory=dict)
 
 
-async def start(service: Service, body: ResponsesBody, owner: str = "") -> Generation:
+async def start(shared: SharedState, body: ResponsesBody, owner: str = "") -> Generation:
     """Send the request of a body to the engine. owner: the API key, whose responses the body may name."""
-    past = _past(service, body, owner)
-    chat = await service.in_tokenizer_thread(as_chat, body, past)
-    grammar = await service.grammar(chat.body)
-    requests = await service.in_tokenizer_thread(service.builder.chat, chat.body, grammar)
-    tokenizer = service.builder.tokenizer
+    past = _past(shared, body, owner)
+    chat = await shared.in_tokenizer_thread(as_chat, body, past)
+    grammar = await shared.grammar(chat.body)
+    requests = await shared.in_tokenizer_thread(shared.builder.chat, chat.body, grammar)
+    tokenizer = shared.builder.tokenizer
     formatter = ResponsesFormatter(
-        service.model,
+        shared.model,
         tokenizer,
         body=body,
         tools=chat.body.tools,
         tool_names=chat.tool_names,
         one_call=not body.parallel_tool_calls,
-        keep=await _keeper(service, body, past, owner),
+        keep=await _keeper(shared, body, past, owner),
     )
-    service.log_once(*chat.notes, *notes(chat.body))
+    shared.log_once(*chat.notes, *notes(chat.body))
     constraint = constraint_field(chat.body)
     outputs = OpenAnswers(
-        service.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=service.metrics
+        shared.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=shared.metrics
     )
     return Generation(body.stream, formatter, outputs)
 
 
-def _past(service: Service, body: ResponsesBody, owner: str) -> PastItems:
+def _past(shared: SharedState, body: ResponsesBody, owner: str) -> PastItems:
     """Find the items that a body names. Raises ApiError for one that is not kept, and for more than fit."""
     items: Sequence[StoredItem] = ()
     if body.previous_response_id is not None:
-        items = service.responses.response(owner, body.previous_response_id, "previous_response_id").conversation
+        items = shared.responses.response(owner, body.previous_response_id, "previous_response_id").conversation
     own = () if isinstance(body.input, str) else body.input
     named = {
-        index: service.responses.item(owner, item.id, f"{_name(index)}.id")
+        index: shared.responses.item(owner, item.id, f"{_name(index)}.id")
         for index, item in enumerate(own)
         if isinstance(item, ItemReference)
     }
     new = sum(count_parts(vars(item), "input") for index, item in enumerate(own) if index not in named)
     past = [*items, *named.values()]  # a reference may come again
-    check_messages(new + sum(item.num_parts for item in past), service.builder.context, "input")
-    if (size := sum(len(item.data) for item in past)) > service.max_body:
-        message = f"the kept items that are named have {size} bytes; expected at most {service.max_body}, as of a body"
+    check_messages(new + sum(item.num_parts for item in past), shared.builder.context, "input")
+    if (size := sum(len(item.data) for item in past)) > shared.max_body:
+        message = f"the kept items that are named have {size} bytes; expected at most {shared.max_body}, as of a body"
         raise ApiError(400, f"{message}: name fewer, or start over", "input", "context_length_exceeded")
     return PastItems(items, {item.id: item for item in named.values()})
 
 
-async def _keeper(service: Service, body: ResponsesBody, past: PastItems, owner: str) -> Keep | None:
+async def _keeper(shared: SharedState, body: ResponsesBody, past: PastItems, owner: str) -> Keep | None:
     """Return what keeps the response; None: it is not to be kept. Raises ApiError if it cannot be."""
-    if body.store and not service.responses.keeps and "store" in body.model_fields_set:
-        message = f"store is true, but no responses are kept here; set it to false{service.responses.or_cure}"
+    if body.store and not shared.responses.keeps and "store" in body.model_fields_set:
+        message = f"store is true, but no responses are kept here; set it to false{shared.responses.or_cure}"
         raise ApiError(400, message, "store", "unsupported_parameter")
-    if not body.store or not service.responses.keeps:
+    if not body.store or not shared.responses.keeps:
         return None
-    items = await service.in_tokenizer_thread(_stored_input, body, past)
-    return functools.partial(service.responses.keep, owner, items)
+    items = await shared.in_tokenizer_thread(_stored_input, body, past)
+    return functools.partial(shared.responses.keep, owner, items)
 
 
 def _stored_input(body: ResponsesBody, past: PastItems) -> list[StoredItem]:

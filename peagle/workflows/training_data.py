@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.train.batches import DocumentSource, pack
 from drafter.train.cod import Partition
 from drafter.train.config import DrafterShape
 from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
+from drafter.train.row_batches import DocumentSource, pack
 from drafter.train.shards import ALONE, KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
 from drafter.vocabulary import Coverage, coverage
 from peagle.ops.errors import InputError, InputWarning

@@ -14,10 +14,10 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.train import step
-from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.config import Cod
 from drafter.train.folder import LOG, read_log
 from drafter.train.recipe import Recipe
+from drafter.train.row_batches import DocumentSource, RowBatches, pack
 from drafter.train.shards import Document
 from drafter.train.trainer import Trainer
 from peagle.ops.rope import RopeConfig

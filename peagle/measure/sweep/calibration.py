@@ -17,7 +17,7 @@ from peagle.engine.speculation import OFF, WINDOW_KEY, Speculation, speculation_
 from peagle.engine.widths import MIDDLES, Counts
 from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.plan import Plan
-from peagle.measure.sweep.run import Progress, SweepRun, models_of
+from peagle.measure.sweep.runner import Progress, SweepRun, models_of
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 

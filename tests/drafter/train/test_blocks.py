@@ -12,12 +12,12 @@ from drafter import reference
 from drafter.load import to_tensors
 from drafter.model import head
 from drafter.params import DrafterParams
-from drafter.train.batches import RowBatch
 from drafter.train.cod import Partition, sample_blocks
 from drafter.train.config import Cod
 from drafter.train.forward import forward_blocks
 from drafter.train.loss import Sums, chain_loss, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
+from drafter.train.row_batches import RowBatch
 from drafter.train.step import Fixed, FrozenWeights, State, next_state
 from tests.drafter.train.rows import training_rows
 from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, random_params

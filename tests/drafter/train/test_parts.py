@@ -13,11 +13,11 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import init_params
 from drafter.train import forward, loss
-from drafter.train.batches import RowBatch
 from drafter.train.cod import Partition, sample_chains
 from drafter.train.config import Cod
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe
+from drafter.train.row_batches import RowBatch
 from drafter.train.step import Fixed, gradients_of
 from peagle.ops.errors import InputError
 from tests.drafter.train.rows import QUICKLY, SMALL, T, chains_of_parts, on_device, sequence

@@ -20,10 +20,10 @@ import pytest
 
 import drafter.train.trainer
 from drafter.params import DrafterParams, init_params
-from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.folder import CHECKPOINTS, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import HeldOut
 from drafter.train.recipe import rate_schedule
+from drafter.train.row_batches import DocumentSource, RowBatches, pack
 from drafter.train.trainer import Deadline, StepTimer, Trainer, TrainingStopped
 from peagle.ops.errors import InputError
 from tests.support.trainers import CONFIG, RECIPE, curve, document, initial, keep_programs, same, trainer

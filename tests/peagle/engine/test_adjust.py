@@ -16,7 +16,7 @@ from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.masks import MASK_BITS
-from peagle.engine.plans import chunk_plan, step_plan
+from peagle.engine.pass_plans import chunk_plan, step_plan
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams

@@ -18,7 +18,7 @@ from peagle.serve.app import ENDPOINTS
 from peagle.serve.batch import BatchFile, check_files
 from peagle.serve.bodies import CompletionBody
 from peagle.serve.errors import ApiError
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.commands import all_refused
 from tests.support.harmony import USER
@@ -55,11 +55,11 @@ def statuses(out: Path) -> dict[str, int]:
 
 
 @pytest.fixture
-def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., BatchFile]:
+def run(make: Callable[..., SharedState], tmp_path: Path) -> Callable[..., BatchFile]:
     """Answer lines with one server; `stop_at`: end early after so many looks."""
-    service: Service | None = None
+    service: SharedState | None = None
 
-    def running(lines: list[str], stop_at: int | None = None, by: Service | None = None) -> BatchFile:
+    def running(lines: list[str], stop_at: int | None = None, by: SharedState | None = None) -> BatchFile:
         nonlocal service
         if by is None:
             by = service = service or make()
@@ -127,7 +127,7 @@ def test_a_line_that_is_none_gets_an_error_and_the_others_answers(run: Any, out:
 
 
 def test_log_probabilities_in_a_batch_are_the_contents(
-    saying: Callable[..., Service], run: Callable[..., BatchFile], out: Path
+    saying: Callable[..., SharedState], run: Callable[..., BatchFile], out: Path
 ) -> None:
     """As over HTTP: without control tokens, headers and reasoning."""
     answer = (
@@ -212,7 +212,7 @@ def failing(prompts: dict[int, Exception]) -> Any:
     """Make the endpoint of completions fail at these prompts."""
     endpoint = ENDPOINTS[COMPLETIONS]
 
-    async def start(service: Service, body: CompletionBody, owner: str) -> Any:
+    async def start(service: SharedState, body: CompletionBody, owner: str) -> Any:
         (token,) = body.prompt
         if token in prompts:
             raise prompts[token]  # type: ignore[index]

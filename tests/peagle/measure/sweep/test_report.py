@@ -16,7 +16,7 @@ from peagle.cli import main
 from peagle.cli.report import show
 from peagle.measure.estimates import Estimate, estimate_text
 from peagle.measure.reports import Table
-from peagle.measure.sweep import charts, page
+from peagle.measure.sweep import charts, layout
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import WithoutLoops, rows
 from peagle.measure.sweep.headline import headlines
@@ -196,7 +196,7 @@ def test_a_column_stands_where_it_says_something(
         num_slower=num_slower,
         equal_to_plain_frac=equal,
     )
-    ((_, table),) = page.terminal_tables(finished, [row])
+    ((_, table),) = layout.terminal_tables(finished, [row])
     cells = dict(zip(table.header, table.rows[0], strict=True))
     extra = (
         {"length without loops": "2.00", "slower requests": "2 of 8", "outputs that differ": "4 of 16"}

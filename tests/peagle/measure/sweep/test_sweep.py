@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import peagle.cli.run_sweep
-import peagle.measure.sweep.run
+import peagle.measure.sweep.runner
 from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.cli import main
 from peagle.engine.engine import Engine
@@ -25,7 +25,7 @@ from peagle.engine.warmup import WarmUp
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import best, rows
 from peagle.measure.sweep.plan import Plan, Variant, Workload, short_names
-from peagle.measure.sweep.run import SweepRun
+from peagle.measure.sweep.runner import SweepRun
 from peagle.measure.sweep.store import CONVERSATIONS, PROMPTS, RAW, RUN, Folder, SweepRequest, open_run
 from peagle.ops.errors import InputError
 from peagle.ops.files import locked
@@ -122,9 +122,9 @@ def test_shares_of_a_step_are_those_of_all_profiled_steps(finished: Folder) -> N
 def test_steps_of_some_conversations_are_profiled_and_those_missing_again(lab: Lab) -> None:
     """One request of each conversation, by every variant, exactly once, even after a kill and a failure."""
     lab.monkeypatch.setattr(SweepRun, "profile", profiling)
-    lab.monkeypatch.setattr(peagle.measure.sweep.run, "PROFILED", 2)
+    lab.monkeypatch.setattr(peagle.measure.sweep.runner, "PROFILED", 2)
     profiles: list[tuple[int, int]] = []
-    profile = peagle.measure.sweep.run.profile
+    profile = peagle.measure.sweep.runner.profile
 
     def failing(engine: Engine, requests: Sequence[Request], *rest: Any, **options: Any) -> Any:
         profiles.append((engine.config.num_speculative_tokens, requests[0].index))
@@ -134,7 +134,7 @@ def test_steps_of_some_conversations_are_profiled_and_those_missing_again(lab: L
             raise Killed
         return profile(engine, requests, *rest, **options)
 
-    lab.monkeypatch.setattr(peagle.measure.sweep.run, "profile", failing)
+    lab.monkeypatch.setattr(peagle.measure.sweep.runner, "profile", failing)
     prompt_file(lab.root, {"turns": ["a", "b"]}, {"turns": ["c", "d"]}, {"turns": ["e"]})
     with pytest.raises(Killed):
         lab.sweep("-k 2 --render chat")
@@ -255,7 +255,7 @@ def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(lab: La
 def test_ctrl_c_keeps_the_decoded_requests(lab: Lab) -> None:
     """Pressed as the third of four requests begins."""
     with lab.monkeypatch.context() as patch:
-        press_ctrl_c_at(patch, peagle.measure.sweep.run, "decode", 3)
+        press_ctrl_c_at(patch, peagle.measure.sweep.runner, "decode", 3)
         errors = lab.sweep("--num-prompts 2", code=130)
     assert f"interrupted; to go on: peagle sweep --out {lab.out} --resume" in errors
     assert len(lab.folder.samples()) == 2
@@ -298,7 +298,7 @@ def test_a_refusal_loses_no_decoded_answer(lab: Lab) -> None:
 def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anything_is_decoded(lab: Lab) -> None:
     """XLA crashes without free mappings, so the error must come before."""
     shares = iter([0.1, 0.5, 0.9])
-    lab.monkeypatch.setattr(peagle.measure.sweep.run, "share_of_mappings", lambda: next(shares))
+    lab.monkeypatch.setattr(peagle.measure.sweep.runner, "share_of_mappings", lambda: next(shares))
     line = "K = 2: the programs of 2 variants take 90% of the memory mappings"
     assert line in lab.sweep("-k 1,2", code=2)
     assert not lab.folder.samples()

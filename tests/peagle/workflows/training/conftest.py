@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import peagle.cli.run_train
-from drafter.train.batches import RowBatches
+from drafter.train.row_batches import RowBatches
 from peagle.cli import main
 from peagle.ops.errors import InputError
 from tests.support.commands import words

@@ -18,8 +18,8 @@ from drafter.config import DrafterConfig
 from drafter.load import load_drafter, save_drafter
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3
-from drafter.train.batches import RowBatches
 from drafter.train.folder import LOG, best_held_out, read_log
+from drafter.train.row_batches import RowBatches
 from drafter.train.shards import Document, open_folder, read_shards, write_shard
 from drafter.trained import RECIPE
 from peagle.checkpoints import drafter_folder

@@ -12,7 +12,7 @@ import numpy as np
 
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
-from peagle.engine.plans import chunk_plan, step_plan
+from peagle.engine.pass_plans import chunk_plan, step_plan
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import PromptPiece
 from peagle.engine.step_kinds import StepKind

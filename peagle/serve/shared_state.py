@@ -16,14 +16,14 @@ from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import Sampled
+from peagle.serve.engine_loop import Loop
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
-from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.open_answers import pooled, usage
 from peagle.serve.replies import Health, ModelCard
-from peagle.serve.requests import RequestBuilder
+from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.stored import ResponseStore
 from peagle.serve.structured import constraint_field
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Service:
+class SharedState:
     """State that all routes share."""
 
     loop: Loop
