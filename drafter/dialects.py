@@ -298,7 +298,7 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
         num_aux_layers = whole(settings, "num_aux_hidden_states", len(outputs) if outputs else 3)
         if aux_layer_ids is None and named and len(named[0].ids) != num_aux_layers:
             raise InputError(
-                f"{named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_aux_layers}; expected one "
+                f"{named[0].key} is {list(named[0].ids)}, and num_aux_hidden_states {num_aux_layers}; expected one "
                 "id for each"
             )
         named_size = whole(settings, "target_hidden_size", 0, least=0)
@@ -535,9 +535,9 @@ def default_dflash_layers(num_layers: int, num_target_layers: int) -> tuple[int,
 def _mask_token_id(config: Mapping[str, Any], parallel: bool) -> int | None:
     named = {key: whole(config, key, least=0) for key in MASK_TOKEN_KEYS if config.get(key) is not None}
     if bool(named) != parallel:
-        lone = f"tensor {MASK_HIDDEN} is missing beside {next(iter(named), '')}"
+        lone = f"tensor {MASK_HIDDEN} is missing, and {next(iter(named), '')}"
         if not named:
-            lone = f"it names no mask token, in one of {', '.join(MASK_TOKEN_KEYS)}, beside {MASK_HIDDEN}"
+            lone = f"it names no mask token, in one of {', '.join(MASK_TOKEN_KEYS)}, but has {MASK_HIDDEN}"
         raise InputError(f"{lone}; expected both (P-EAGLE) or neither (EAGLE-3)")
     if len(set(named.values())) > 1:
         raise InputError(f"it names different mask tokens: {named}; expected one")
@@ -568,7 +568,7 @@ def _refuse_variants(
     attention_bias = geometry.get("attention_bias", False)
     for key in ("qkv_bias", "bias"):
         if (value := geometry.get(key)) is not None and bool(value) != bool(attention_bias):
-            raise InputError(f"{key} is {value} beside attention_bias {attention_bias}; expected them equal")
+            raise InputError(f"{key} is {value}, attention_bias {attention_bias}; expected them equal")
 
 
 def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -601,12 +601,12 @@ def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
         return None
     if used is False:
         raise InputError(
-            f"use_sliding_window is false beside layer_types {brief(kinds)}; expected them to agree: take out the one "
+            f"use_sliding_window is false, but layer_types is {brief(kinds)}; expected them to agree: take out the one "
             "that the drafter was not trained with"
         )
     if type(window) is not int or window < 1:
         raise InputError(
-            f"sliding_window is {brief(window)} beside layers of {SLIDING}; expected the positions that such a layer "
+            f"sliding_window is {brief(window)}, with layers of {SLIDING}; expected the positions that such a layer "
             "sees, 1 or more"
         )
     return tuple(window if kind == SLIDING else None for kind in kinds)

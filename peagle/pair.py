@@ -88,7 +88,7 @@ class Pair:
     engines: Engines = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # beside a drafter with caches, adaptive steps also look drafts up in the text so far
+        # with a neural drafter, adaptive steps also look drafts up in the text so far
         lookup = NGram(longest=5) if self.drafter is not None and self.drafter.cache_groups else None
         models = [
             ReplicaModels(pair.target, pair.plain_target, pair.drafter, lookup) for pair in (self, *self.replicas)

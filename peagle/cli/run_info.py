@@ -158,7 +158,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         (f"KV cache per {TOKENS:,} tokens", f"{_memory_of(per_token)} (full layers)"),
         ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP})"),
         ("with --retain-full-kv", f"{_memory_of(retained)} per {TOKENS:,} tokens, and no pages per slot"),
-        (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
+        (f"prefill of {PROMPT:,} tokens", f"about {_prefill_memory(c)}, plus the caches"),
         ("default aux layers", aux_layers),
         ("stop tokens", stop_tokens),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
@@ -264,7 +264,7 @@ def engine_rows(
     fits = "any number: every layer has a window"
     if sum(sizing.page_bytes):
         fitting = sizing.full_pages_in((available_memory_bytes() - weights) // _dtype().itemsize)
-        fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({_dtype().name})"
+        fits = f"{max(fitting, 0) * PAGE_SIZE:,} in the memory that the weights leave now ({_dtype().name})"
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
     requests = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
     return [

@@ -10,7 +10,7 @@ from peagle.config import LoadConfig
 from peagle.ops.flag import MODEL, OUTPUT, PROMPT, RUNNING, SAMPLING, SPECULATION, Flag, check_least
 
 LOADED = Takes(("target", "aux_layer_ids", "download", "dtype", "experts", "kernels"))
-# allowed beside --resume, because they do not change the measurements
+# allowed with --resume, because they do not change the measurements
 FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
 

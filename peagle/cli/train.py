@@ -13,7 +13,7 @@ from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
-# allowed beside --resume, because they change only for how long the training runs, what it shows, and where files are
+# allowed with --resume, because they change only for how long the training runs, what it shows, and where files are
 SHOWN = ("evaluate_every", "evaluate_prompts", "strict", "quiet")
 RESUMABLE = ("steps", "minutes", "mesh", "save_every", *SHOWN, *MOVABLE)
 

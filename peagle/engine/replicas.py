@@ -31,7 +31,7 @@ from peagle.engine.timing import LoopTimes
 from peagle.engine.widths import CostTable
 from peagle.ops import interrupt
 
-POLL_S = 1e-4  # between two looks for ready results; short beside a step
+POLL_S = 1e-4  # between two looks for ready results; short compared with a step
 MOST_POLLING_S = 5e-3  # in one step, so that the driver can add requests for idle engines
 STALLED_S = 60.0  # block on an engine after this long, so that the loop's watcher sees the stall
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 STEPS_SHARE = 0.5  # time of the steps between two chunks, over the time of a chunk
 LONGEST_DISPATCH_S = 0.012  # of steps: slow steps come in shorter dispatches, so that tokens arrive in time
 WAITING_SHARE = 4  # while a request waits for a slot, divide the steps of a dispatch by this
-KEPT_SPEED = 0.8  # share of their speed that requests without a grammar keep beside one with a grammar
+KEPT_SPEED = 0.8  # share of their speed that requests without a grammar keep while one with a grammar runs
 MOST_BETWEEN_SPLITS = 64  # most whole steps between two split ones
 SPLITS_UNMEASURED = 16  # after so many split steps a whole step runs, and is timed again
 

@@ -280,7 +280,7 @@ class RequestBuilder:
         grammar: CompiledGrammar | None = None,
         more_stops: Sequence[int] = (),
     ) -> list[Request]:
-        """Make n requests for each prompt. more_stops: stop tokens beside those of the model and of the body."""
+        """Make n requests for each prompt. more_stops: stop tokens besides those of the model and of the body."""
         if not 1 <= body.n <= MOST_CHOICES:
             raise ApiError.wrong("n", body.n, f"1..{MOST_CHOICES}")
         if body.stream_options not in (None, StreamOptions()) and not body.stream:

@@ -43,7 +43,7 @@ class SharedState:
     keys: Sequence[str] = ()  # API keys; without any, none is required
     max_body: int = 4_000_000  # bytes; also of the kept items that a body names
     origins: Sequence[str] = ()  # sites whose pages may use the routes
-    hosts: Sequence[str] | None = None  # names, beside loopback's, by which clients may address the server; None: any
+    hosts: Sequence[str] | None = None  # names, besides loopback's, by which clients may address the server; None: any
     log: logging.Logger | None = None  # gets a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(default_factory=ResponseStore)

@@ -1,4 +1,4 @@
-"""Serve a pair that is in this process's memory, beside its engine alone; the clients are another process.
+"""Serve a pair that is in this process's memory, compared with its engine alone; the clients are another process.
 
 As a program this is the clients: it reads {"url", "clients", "bodies"} from standard input, and prints their figures.
 """

@@ -62,7 +62,7 @@ def on_hopper(capability: str) -> bool:
     return capability == "9.0"
 
 
-def not_taken(limits: str) -> InputError:
+def unsupported(limits: str) -> InputError:
     """Make the error of an op whose CUDA kernels were chosen by name but cannot run. limits: of the operands."""
     runs, line = status()
     why = f"take these operands; expected {limits}" if runs else f"run here ({line.removeprefix('XLA: ')})"
