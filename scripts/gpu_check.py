@@ -11,7 +11,7 @@ tests do, and the server what it needs itself. Weights are random and made in th
 
 First come the checks of `peagle check` (the kernels' launcher is compiled if it is missing). Then, for each shape:
 prefill, decoding and verify passes; speculation with acceptance drawn at given rates (marked synthetic: it measures
-what a step costs), by fixed K and auto, at temperature 1, too; the server compared with its engine alone; a step's parts.
+what a step costs), by fixed K and auto, at temperature 1, too; the server and its engine alone; the parts of a step.
 With --mesh also a small target over those devices against the whole one, and the passes of a larger one over them. Last
 come other drafters, heads, batches and contexts, and XLA's own code.
 
