@@ -17,7 +17,7 @@ from peagle.serve.bodies import ChatBody
 from peagle.serve.http import parse
 from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.response_bodies import ResponsesBody
-from peagle.serve.responses import as_chat
+from peagle.serve.response_chat import as_chat
 from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.pairs import SPECIALS, VOCAB_SIZE

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from peagle.engine.request import Request
-from peagle.serve import responses
+from peagle.serve import response_chat
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.http import TOKENS_OF_A_MESSAGE
 from peagle.serve.response_bodies import ResponsesBody
@@ -282,11 +282,11 @@ def test_a_reference_that_comes_again_is_read_once(monkeypatch: pytest.MonkeyPat
             read.append(data)
             return item_type.validate_json(data)
 
-    item_type = responses.ITEM
-    monkeypatch.setattr(responses, "ITEM", Counting())
+    item_type = response_chat.ITEM
+    monkeypatch.setattr(response_chat, "ITEM", Counting())
     item = StoredItem.of({"type": "message", "role": "user", "id": "msg_1", "content": "hello"})
     body = ResponsesBody.model_validate({"input": [reference({"id": "msg_1"})] * 5})
-    chat = responses.as_chat(body, responses.PastItems(references={"msg_1": item}))
+    chat = response_chat.as_chat(body, response_chat.PastItems(references={"msg_1": item}))
     assert [message.content for message in chat.body.messages] == ["hello"] * 5
     assert len(read) == 1
 
