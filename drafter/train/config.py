@@ -77,9 +77,9 @@ class Cod:
     """How chains are sampled (drafter/train/cod.py). depth: rows of a full chain (depths 0..depth-1)."""
 
     depth: Annotated[int, Flag(LEARNING, "N")] = 8
-    """K_train: draft positions that are trained. A DFlash drafter's block has one row more."""
+    """Drafts that are trained per position (K_train). A DFlash drafter's block has one row more."""
     ratio: Annotated[float, Flag(LEARNING, "P")] = 0.8
-    """Of the positions trained for one draft, the fraction that is trained for the next one (COD, P-EAGLE's paper)."""
+    """Each draft is trained at this fraction of the positions of the draft before it (COD, P-EAGLE's paper)."""
     min_ratio: Annotated[float, Flag(LEARNING, "P")] = 0.2
     """Least fraction of chains kept at any depth (COD)."""
 

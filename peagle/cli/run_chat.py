@@ -26,11 +26,11 @@ from peagle.workflows.run import Run, RunConfig, run
 PROMPT = "> "
 RESET, EXIT = "/reset", "/exit"
 _COMMAND = re.compile(r"/[a-z]+")
-WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops a response"
+WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops an answer"
 
 
 def chat(settings: Chat) -> int:
-    """Run a chat and return the exit code. Only responses go to standard output.
+    """Run a chat and return the exit code. Only answers go to standard output.
 
     Raises InputError for bad options before it reads a message, and KeyboardInterrupt after Ctrl-C at the prompt.
     """
@@ -91,7 +91,7 @@ class ChatLoop:
                 say("error", str(error))
 
     def _answer(self, message: str) -> None:
-        """Stream the response to a message, and add both to the history. After Ctrl-C, add what was generated."""
+        """Stream the answer to a message, and add both to the history. After Ctrl-C, add what was generated."""
         conversation = Conversation("the conversation", turns=(message,), history=tuple(self._history))
         self._check_length(conversation)
         try:

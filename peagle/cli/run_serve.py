@@ -34,7 +34,7 @@ from peagle.serve.stored import RESPONSE_OPTIONS, ResponseStore
 DEMO_NAME = "peagle-demo"
 FAILED = 1  # exit codes
 ALL_REFUSED = 3
-MAX_QUEUE = 1 << 30  # of a file: no limit, because a line may ask for many responses, and no client waits
+MAX_QUEUE = 1 << 30  # of a file: no limit, because a line may ask for many answers, and no client waits
 LINES_PER_SLOT = 2  # of a file: in flight, so that no slot waits for the next line
 
 

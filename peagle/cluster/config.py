@@ -19,7 +19,7 @@ LOAD_FIELDS = (
 ENGINE_FIELDS = Takes(
     ("num_speculative_tokens", "context", "kv_memory", "prefix_cache", "slots"),
     {
-        "context": "Context length in tokens: the most of one request, prompt plus response. Default: 4096, or the "
+        "context": "Context length in tokens: the most of one request, prompt plus answer. Default: 4096, or the "
         "model's limit if that is less.",
         "kv_memory": "Memory for the keys and values of all requests together, such as 4GB; requests that need more "
         "wait. auto: the context of every slot, of which 8192 positions count at most. SIZE is that of a replica.",
