@@ -38,14 +38,14 @@ LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
 DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens per prefill pass; a GPU multiplies more rows in the same time
 MOST_SLOTS = 1 << 16  # more than any memory holds
-MAX_NUM_DRAFTS = 128  # no acceptance length pays for a wider pass
+MAX_NUM_DRAFTS = 128  # no acceptance length outweighs a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # characters
 KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
     "Keep the keys and values of prompts and answers for later prompts that begin with them. SIZE: extra memory for "
     "them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it."
 )
-AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to pay (peagle.engine.widths)
+AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to save time (peagle.engine.widths)
 NumDrafts = int | str | None  # K as users say it (`Drafts.parse`)
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]

@@ -124,7 +124,7 @@ def summary_line(done: Run) -> str:
     if result.num_cached_tokens:
         parts.append(f"{result.num_cached_tokens} of {len(result.request.prompt_ids)} prompt tokens cached")
     if summary["num_plain_steps"] and not summary["num_spec_steps"]:
-        parts.append("nothing drafted, since it does not pay here (-k K drafts anyway)")
+        parts.append("nothing drafted, since it saves no time here (-k K drafts anyway)")
     elif done.engine.num_speculative_tokens:
         parts.append(f"acceptance length {figure_text(summary['acceptance_length'], '.2f')}")
         if done.compares:

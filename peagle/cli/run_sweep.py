@@ -145,7 +145,7 @@ def _rows_without_drafts(figures: Sequence[VariantRow]) -> Iterator[str]:
             at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
             yield (
                 f"{row.workload.label}{at_once}: K = {row.label} verified no draft, since by measured times none "
-                "was likely enough to pay; its speed-up compares plain decoding with itself"
+                "was likely enough to save time; its speed-up compares plain decoding with itself"
             )
 
 

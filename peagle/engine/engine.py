@@ -418,11 +418,11 @@ class Engine(AnyEngine):
     def _may_ever_draft(self, handle: Handle) -> bool:
         """Whether a request that begins now may draft at all.
 
-        Not if its own K is 0, or if more requests wait than there are slots and drafting does not pay with all slots
+        Not if its own K is 0, or if more requests wait than there are slots and drafting gains nothing with all slots
         active. A prefill engine does not know the load of the decode engine, so it leaves the choice to it.
         """
         num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
-        crowded = num_waiting > self.config.slots and not self._could_pay(self.config.slots)
+        crowded = num_waiting > self.config.slots and not self._can_gain(self.config.slots)
         return handle.request.num_speculative_tokens != 0 and (not crowded or self.config.role == "prefill")
 
     def _prefill(self, action: Chunk[Handle]) -> None:
@@ -509,7 +509,7 @@ class Engine(AnyEngine):
         """
 
         def choose(count: int) -> StepBatch:
-            drafts = self.config.num_drafts if self._could_pay(self._scheduler.num_active) else 0
+            drafts = self.config.num_drafts if self._can_gain(self._scheduler.num_active) else 0
             return self.batches.choose(self._scheduler.decoding, drafts, action.split, count)
 
         batch = choose(action.count)
@@ -524,9 +524,9 @@ class Engine(AnyEngine):
         batch = choose(1)  # without the preempted requests
         return batch if batch.rows else None
 
-    def _could_pay(self, num_active: int) -> bool:
-        """Whether drafting can pay at this many active slots; True before costs are measured."""
-        return self.costs is None or self.costs.could_pay(num_active, self.config.num_drafts)
+    def _can_gain(self, num_active: int) -> bool:
+        """Whether drafting can gain at this many active slots; True before costs are measured."""
+        return self.costs is None or self.costs.can_gain(num_active, self.config.num_drafts)
 
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
         """Return the packed costs of a batch's steps, empty unless they are adaptive."""

@@ -90,9 +90,9 @@ class Run:
     failed: tuple[str, ...] = ()
 
     @property
-    def drafting_cannot_pay(self) -> bool:
-        """Whether no draft of a single request pays, even if all are accepted."""
-        return self.costs is not None and not self.costs.could_pay(1, self.engine.num_drafts)
+    def drafting_cannot_gain(self) -> bool:
+        """Whether no draft of a single request saves time, even if all are accepted."""
+        return self.costs is not None and not self.costs.can_gain(1, self.engine.num_drafts)
 
 
 class Observer:

@@ -20,7 +20,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweep without pictures, profiles and measured costs: drafts always pay."""
+    """Sweep without pictures, profiles and measured costs: drafts always gain."""
     monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
     monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: costs(7, {1: True}))
     monkeypatch.setattr(SweepRun, "profile", lambda *_: None)

@@ -525,7 +525,7 @@ def test_auto_that_never_drafted_is_told(lab: Lab) -> None:
     lab.monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: costs(7, {1: False}))
     idle, alone, together = lab.sweep("-k auto --concurrency 2 --quiet --seed 3").splitlines()
     assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"
-    why = "K = auto verified no draft, since by measured times none was likely enough to pay"
+    why = "K = auto verified no draft, since by measured times none was likely enough to save time"
     assert alone.startswith(f"peagle: warning: prompts, raw, greedy: {why}")
     assert together.startswith(f"peagle: warning: prompts, raw, greedy, 2 at once: {why}")
 

@@ -563,10 +563,10 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert "training steps 2 to 2" in minutes(lab, 3)
     assert "is complete (2 steps); give a larger --steps to continue" in minutes(lab, 3)
     step_s(30.0)
-    goes_on = lab.root / "goes_on"
-    shutil.copytree(trained, goes_on)
-    lab.resume("--minutes 2", out=goes_on)  # .9 of it: three steps
-    assert recipe_of(goes_on)["recipe"]["steps"] == 4 + 3
+    continues = lab.root / "continues"
+    shutil.copytree(trained, continues)
+    lab.resume("--minutes 2", out=continues)  # .9 of it: three steps
+    assert recipe_of(continues)["recipe"]["steps"] == 4 + 3
 
 
 @pytest.mark.parametrize(
