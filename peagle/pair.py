@@ -108,8 +108,8 @@ class Pair:
 
         options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. Some of them:
 
-            num_speculative_tokens   K; 0: plain decoding; "auto": verify the drafts that are likely to save time, perhaps
-                                     none; "auto:N": at most N; None: `drafts`
+            num_speculative_tokens   K; 0: plain decoding; "auto": verify only drafts that are likely to save time;
+                                     "auto:N": at most N; None: `drafts`
             raw                      use a text as the prompt, without the chat template
             special_tokens           with raw: encode special tokens in a text as tokens, not as plain characters
             stop                     the answer ends before the first of these strings
