@@ -67,7 +67,7 @@ def run(make: Callable[..., SharedState], tmp_path: Path) -> Callable[..., Batch
         looks = iter(range(10**9))
         batch = BatchFile(by, tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
         asyncio.run(batch.run(lambda: stop_at is not None and next(looks) >= stop_at, lambda _: None))
-        assert batch.service.loop.num_open == 0 or stop_at is not None
+        assert batch.shared.loop.num_open == 0 or stop_at is not None
         return batch
 
     return running
@@ -83,7 +83,7 @@ def out(tmp_path: Path) -> Path:
 
 def test_each_line_has_the_servers_answer(run: Any, out: Path) -> None:
     batch = run([line(name) for name in BODIES])
-    answers, client = read(out), client_of(batch.service)
+    answers, client = read(out), client_of(batch.shared)
     assert answers.keys() == BODIES.keys()
     assert (batch.counts.answered, batch.counts.refused, batch.counts.done) == (len(BODIES), 0, batch.counts.total)
     for name, (url, body) in BODIES.items():

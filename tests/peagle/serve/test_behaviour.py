@@ -234,7 +234,7 @@ def test_a_second_signal_cuts_answers_off_and_says_so(
             server.server.handle_exit(number, None)
             eventually(lambda count=count: len(said) == count)
         assert b"stopped before" in received(streamed)
-        assert b"503 SharedState" in received(whole)
+        assert b"503 Service" in received(whole)
         gate.open()
         server.join()
     assert said == [
@@ -257,7 +257,7 @@ def test_an_end_by_force_shows_no_traceback(make: Make, caplog: pytest.LogCaptur
         server.server.force_exit = True
         server.join()
         reply = received(connection)
-        assert stream or b"503 SharedState Unavailable" in reply
+        assert stream or b"503 Service Unavailable" in reply
         assert b"stopped before this request was answered" in received(half)
         gate.open()
     assert "Traceback" not in caplog.text
