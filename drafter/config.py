@@ -10,12 +10,12 @@ from peagle.ops.rope import RopeConfig
 Kind = Literal["P-EAGLE", "EAGLE-3", "DFlash"]
 
 
-def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str, field: str | None = None) -> None:
+def check_aux_layer_ids(ids: Sequence[int], num_aux_layers: int, who: str, field: str | None = None) -> None:
     """Raise InputError for aux layers that a drafter cannot read. who: where the ids come from; field: of the error."""
-    if len(ids) != num_taps:
+    if len(ids) != num_aux_layers:
         raise InputError(
-            f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_taps}; expected one id for "
-            "each",
+            f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_aux_layers}; expected one id "
+            "for each",
             field,
         )
     if len(set(ids)) < len(ids):
@@ -39,7 +39,7 @@ class DrafterConfig:
         num_target_layers     of a DFlash drafter's target. None: not in config.json
         vocab_size            the target's: input tokens and drafts are ids of it
         draft_vocab_size      how many tokens the drafter can propose
-        num_taps              number of aux layers
+        num_aux_layers        number of aux layers
         aux_layer_ids         the aux layers, 0-based, by OUTPUT. None: the target's default
         aux_norm              norm of aux_hidden before fc: of the joint vector, or per layer
         qk_norm               each head's query and key are normalised before RoPE, as in Qwen3's layers
@@ -62,9 +62,9 @@ class DrafterConfig:
     draft_vocab_size: int
     mask_token_id: int | None
     rope: RopeConfig
-    num_taps: int = 3
+    num_aux_layers: int = 3
     aux_layer_ids: tuple[int, ...] | None = None
-    aux_norm: Literal["joint", "per_tap"] | None = None
+    aux_norm: Literal["joint", "per_layer"] | None = None
     qk_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -78,12 +78,12 @@ class DrafterConfig:
     num_target_layers: int | None = None
 
     def __post_init__(self) -> None:
-        geometry = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_taps")
+        geometry = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_aux_layers")
         for name in (*geometry, "num_mask_hiddens", "target_hidden_size", "vocab_size", "draft_vocab_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"the drafter's {name} is {getattr(self, name)}; expected 1 or more")
-        if self.aux_norm not in (None, "joint", "per_tap"):
-            raise InputError(f"the drafter's aux_norm is {self.aux_norm!r}; expected 'joint', 'per_tap' or none")
+        if self.aux_norm not in (None, "joint", "per_layer"):
+            raise InputError(f"the drafter's aux_norm is {self.aux_norm!r}; expected 'joint', 'per_layer' or none")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"the drafter's {self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads"
@@ -99,7 +99,7 @@ class DrafterConfig:
                 f"the drafter's draft_vocab_size {self.draft_vocab_size} exceeds its vocab_size {self.vocab_size}"
             )
         if self.aux_layer_ids is not None:
-            check_aux_layer_ids(self.aux_layer_ids, self.num_taps, "the drafter")
+            check_aux_layer_ids(self.aux_layer_ids, self.num_aux_layers, "the drafter")
         if self.windows is not None and len(self.windows) != self.num_layers:
             raise InputError(
                 f"the drafter has {len(self.windows)} windows for {self.num_layers} layers; expected one for each"
@@ -134,14 +134,14 @@ class DrafterConfig:
         return self.mask_token_id is not None
 
     @property
-    def most_drafts(self) -> int | None:
+    def block_drafts(self) -> int | None:
         """Most drafts of a step; None: any number."""
         return None if self.block_size is None else self.block_size - 1
 
     @property
     def aux_width(self) -> int:
-        """Width A of aux_hidden, the input of fc: num_taps hidden states, concatenated."""
-        return self.num_taps * self.target_hidden_size
+        """Width A of aux_hidden, the input of fc: num_aux_layers hidden states, concatenated."""
+        return self.num_aux_layers * self.target_hidden_size
 
     def window(self, layer: int) -> int | None:
         """Positions that a row of a layer sees, its own included; None: all before it."""
@@ -153,16 +153,16 @@ class DrafterConfig:
         return min((window for window in self.windows or () if window is not None), default=None)
 
     @property
-    def context_reach(self) -> int | None:
+    def receptive_field(self) -> int | None:
         """How many positions before a row its output depends on: the sum of window - 1 over layers; None: all.
 
         For DFlash the widest window - 1, because every layer reads the same context.
         """
         windows = self.windows or (None,)
-        reaches = [window - 1 for window in windows if window is not None]
+        fields = [window - 1 for window in windows if window is not None]
         if None in windows:
             return None
-        return max(reaches) if self.kind == "DFlash" else sum(reaches)
+        return max(fields) if self.kind == "DFlash" else sum(fields)
 
     def with_window(self, window: int | None) -> "DrafterConfig":
         return dataclasses.replace(self, windows=None if window is None else (window,) * self.num_layers)

@@ -110,7 +110,6 @@ class Leaf(NamedTuple):
 
 def own_leaves(config: DrafterConfig) -> list[Leaf]:
     """List the parameters outside the layers, except embedding, head, mask_hidden and d2t."""
-    taps, width = config.num_taps, config.target_hidden_size
     leaves = [
         Leaf("fc", (FC,), (config.hidden_size,), config.aux_width),
         Leaf("norm", ("norm.weight",), (config.hidden_size,)),
@@ -119,8 +118,9 @@ def own_leaves(config: DrafterConfig) -> list[Leaf]:
         leaves.append(Leaf("hidden_norm", ("hidden_norm.weight",), (config.hidden_size,)))
     elif config.aux_norm == "joint":
         leaves.append(Leaf("aux_norm", ("input_norm.weight",), (config.aux_width,)))
-    elif config.aux_norm == "per_tap":
-        leaves.append(Leaf("aux_norm", tuple(f"fc_norm.{tap}.weight" for tap in range(taps)), (width,) * taps))
+    elif config.aux_norm == "per_layer":
+        names = tuple(f"fc_norm.{i}.weight" for i in range(config.num_aux_layers))
+        leaves.append(Leaf("aux_norm", names, (config.target_hidden_size,) * len(names)))
     return leaves
 
 
@@ -295,42 +295,42 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
         fields = read_keys(_GEOMETRY, geometry)
         named = named_aux_layers(config)[:1]
         outputs = tuple(aux_layer_ids) if aux_layer_ids is not None else named[0].outputs if named else None
-        num_taps = whole(settings, "num_aux_hidden_states", len(outputs) if outputs else 3)
-        if aux_layer_ids is None and named and len(named[0].ids) != num_taps:
+        num_aux_layers = whole(settings, "num_aux_hidden_states", len(outputs) if outputs else 3)
+        if aux_layer_ids is None and named and len(named[0].ids) != num_aux_layers:
             raise InputError(
-                f"{named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_taps}; expected one id for "
-                "each"
+                f"{named[0].key} is {list(named[0].ids)}, and num_aux_hidden_states {num_aux_layers}; expected one "
+                "id for each"
             )
         named_size = whole(settings, "target_hidden_size", 0, least=0)
     if aux_layer_ids is not None:
-        check_aux_layer_ids(aux_layer_ids, num_taps, "--aux-layer-ids", "aux_layer_ids")
+        check_aux_layer_ids(aux_layer_ids, num_aux_layers, "--aux-layer-ids", "aux_layer_ids")
     aux_width = checkpoint.shape(FC)[-1]
     query_width, key_width = (checkpoint.shape(f"{first_layer}.self_attn.{x}_proj.weight")[0] for x in "qk")
     mask_shape = checkpoint.shape(MASK_HIDDEN) if parallel else ()
-    if aux_width != num_taps * (named_size or aux_width // num_taps):
+    if aux_width != num_aux_layers * (named_size or aux_width // num_aux_layers):
         size = f"target_hidden_size {named_size}" if named_size else "a target"
         raise InputError(
-            f"{checkpoint.directory}: tensor {FC} reads {aux_width} values; expected {num_taps} hidden states of "
+            f"{checkpoint.directory}: tensor {FC} reads {aux_width} values; expected {num_aux_layers} hidden states of "
             f"{size}: check {AUX_LAYER_IDS} and target_hidden_size"
         )
     with naming(path):
         head_dim = whole(geometry, "head_dim", query_width // fields["num_heads"])
         fields |= read_keys(_SETTINGS, settings, draft_vocab_size=fields["vocab_size"])
-        joint, per_tap = flag(settings, "norm_before_fc"), flag(settings, "fc_norm")
-        if joint and per_tap:
+        joint, per_layer = flag(settings, "norm_before_fc"), flag(settings, "fc_norm")
+        if joint and per_layer:
             raise InputError("both norm_before_fc and fc_norm are true; expected one of them at most")
         positions = geometry.get("max_position_embeddings")
         return DrafterConfig(
             **fields,
             num_kv_heads=whole(geometry, "num_key_value_heads", key_width // head_dim),
             head_dim=head_dim,
-            target_hidden_size=aux_width // num_taps,
+            target_hidden_size=aux_width // num_aux_layers,
             mask_token_id=mask_token_id,
             rope=parse_rope(head_dim, _with_outer_rope(geometry, config), default_theta=10000.0),
-            num_taps=num_taps,
+            num_aux_layers=num_aux_layers,
             aux_layer_ids=outputs,
             qk_norm=qk_norm,
-            aux_norm="joint" if joint else "per_tap" if per_tap else None,
+            aux_norm="joint" if joint else "per_layer" if per_layer else None,
             norm_output=flag(settings, "norm_output") and not parallel,
             # M of [1, M, A]; any other shape holds one vector
             num_mask_hiddens=mask_shape[1] if len(mask_shape) == 3 and mask_shape[0] == 1 else 1,
@@ -354,7 +354,7 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "num_aux_hidden_states": config.num_taps,
+        "num_aux_hidden_states": config.num_aux_layers,
         **render_rope(config.rope),
     }
     if config.max_positions is not None:
@@ -365,7 +365,7 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
         **render_keys(_SETTINGS, config),
         "target_hidden_size": config.target_hidden_size,
         "norm_before_fc": config.aux_norm == "joint",
-        "fc_norm": config.aux_norm == "per_tap",
+        "fc_norm": config.aux_norm == "per_layer",
     }
     if config.aux_layer_ids is not None:
         common[AUX_LAYER_IDS] = TOP_AUX_LAYERS.written(config.aux_layer_ids)
@@ -439,7 +439,7 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
         named = named_aux_layers(config)[:1]
         outputs = tuple(aux_layer_ids) if aux_layer_ids is not None else named[0].outputs if named else None
         size, aux_width = fields["hidden_size"], checkpoint.shape(FC)[-1]
-        num_taps = len(named[0].ids) if named else max(1, aux_width // size)
+        num_aux_layers = len(named[0].ids) if named else max(1, aux_width // size)
         positions = config.get("max_position_embeddings")
         query_width, key_width = (checkpoint.shape(f"layers.0.self_attn.{x}_proj.weight")[0] for x in "qk")
         head_dim = whole(config, "head_dim", query_width // fields["num_heads"])
@@ -449,10 +449,10 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
             "max_positions": None if positions is None else whole(config, "max_position_embeddings"),
         }
     if aux_layer_ids is not None:
-        check_aux_layer_ids(aux_layer_ids, num_taps, "--aux-layer-ids", "aux_layer_ids")
-    if aux_width != num_taps * size:
+        check_aux_layer_ids(aux_layer_ids, num_aux_layers, "--aux-layer-ids", "aux_layer_ids")
+    if aux_width != num_aux_layers * size:
         raise InputError(
-            f"{checkpoint.directory}: tensor {FC} reads {aux_width} values; expected {num_taps} hidden states of "
+            f"{checkpoint.directory}: tensor {FC} reads {aux_width} values; expected {num_aux_layers} hidden states of "
             f"{size}, the drafter's and its target's hidden_size: check {TARGET_LAYER_IDS}"
         )
     with naming(path):
@@ -463,7 +463,7 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
             head_dim=head_dim,
             target_hidden_size=size,
             draft_vocab_size=fields["vocab_size"],
-            num_taps=num_taps,
+            num_aux_layers=num_aux_layers,
             aux_layer_ids=outputs,
             qk_norm=True,
         )
@@ -535,9 +535,9 @@ def default_dflash_layers(num_layers: int, num_target_layers: int) -> tuple[int,
 def _mask_token_id(config: Mapping[str, Any], parallel: bool) -> int | None:
     named = {key: whole(config, key, least=0) for key in MASK_TOKEN_KEYS if config.get(key) is not None}
     if bool(named) != parallel:
-        lone = f"tensor {MASK_HIDDEN} is missing beside {next(iter(named), '')}"
+        lone = f"tensor {MASK_HIDDEN} is missing, and {next(iter(named), '')}"
         if not named:
-            lone = f"it names no mask token, in one of {', '.join(MASK_TOKEN_KEYS)}, beside {MASK_HIDDEN}"
+            lone = f"it names no mask token, in one of {', '.join(MASK_TOKEN_KEYS)}, but has {MASK_HIDDEN}"
         raise InputError(f"{lone}; expected both (P-EAGLE) or neither (EAGLE-3)")
     if len(set(named.values())) > 1:
         raise InputError(f"it names different mask tokens: {named}; expected one")
@@ -568,7 +568,7 @@ def _refuse_variants(
     attention_bias = geometry.get("attention_bias", False)
     for key in ("qkv_bias", "bias"):
         if (value := geometry.get(key)) is not None and bool(value) != bool(attention_bias):
-            raise InputError(f"{key} is {value} beside attention_bias {attention_bias}; expected them equal")
+            raise InputError(f"{key} is {value}, attention_bias {attention_bias}; expected them equal")
 
 
 def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -601,12 +601,12 @@ def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
         return None
     if used is False:
         raise InputError(
-            f"use_sliding_window is false beside layer_types {brief(kinds)}; expected them to agree: take out the one "
+            f"use_sliding_window is false, but layer_types is {brief(kinds)}; expected them to agree: take out the one "
             "that the drafter was not trained with"
         )
     if type(window) is not int or window < 1:
         raise InputError(
-            f"sliding_window is {brief(window)} beside layers of {SLIDING}; expected the positions that such a layer "
+            f"sliding_window is {brief(window)}, with layers of {SLIDING}; expected the positions that such a layer "
             "sees, 1 or more"
         )
     return tuple(window if kind == SLIDING else None for kind in kinds)

@@ -68,8 +68,8 @@ def load_drafter(
     dtype = jnp.dtype(checkpoint.dtype(FC) if dtype is None else dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == np.float64 else dtype
     draft_to_target = _draft_to_target(checkpoint, config)
-    if (doubt := doubtful_map(checkpoint, config)) is not None:
-        warnings.warn(doubt, InputWarning, stacklevel=2)
+    if (warning := map_warning(checkpoint, config)) is not None:
+        warnings.warn(warning, InputWarning, stacklevel=2)
     reader, first_layer = _DrafterReader(checkpoint, config, dtype, implementation), _first_layer(checkpoint, config)
     absent: dict[str, Any] = {field.name: None for field in dataclasses.fields(DrafterLayerParams)}
     params = DrafterParams(
@@ -117,7 +117,7 @@ def _tensor_shapes(checkpoint: Checkpoint, config: DrafterConfig) -> dict[str, t
     optional: dict[str, tuple[int, ...]] = {DRAFT_TO_TARGET: (c.draft_vocab_size,)}
     if c.kind != "DFlash":
         optional |= {EMBEDDING: (c.vocab_size, c.hidden_size), LM_HEAD: (c.draft_vocab_size, c.hidden_size)}
-    if checkpoint.has(IN_DRAFT_VOCAB):  # of any shape: it only confirms d2t (`doubtful_map`)
+    if checkpoint.has(IN_DRAFT_VOCAB):  # of any shape: it only confirms d2t (`map_warning`)
         optional[IN_DRAFT_VOCAB] = checkpoint.shape(IN_DRAFT_VOCAB)
     return {name: shape for name, shape in optional.items() if checkpoint.has(name)} | shapes
 
@@ -128,7 +128,7 @@ def _mask_hidden_shape(checkpoint: Checkpoint, config: DrafterConfig) -> tuple[i
     if not shape or shape[-1] != width or np.prod(shape) != count * width:
         raise InputError(
             f"{checkpoint.directory}: tensor {MASK_HIDDEN} has shape {list(shape)}; expected [1, {count}, {width}], "
-            f"the width of {config.num_taps} hidden states of {config.target_hidden_size}"
+            f"the width of {config.num_aux_layers} hidden states of {config.target_hidden_size}"
         )
     return shape
 
@@ -184,7 +184,7 @@ def sort_aux_layers(params: DrafterParams, config: DrafterConfig) -> tuple[Draft
     ids = config.aux_layer_ids
     if ids is None or list(ids) == sorted(ids):
         return params, config
-    columns = np.arange(config.aux_width).reshape(config.num_taps, -1)[np.argsort(ids)].ravel()
+    columns = np.arange(config.aux_width).reshape(config.num_aux_layers, -1)[np.argsort(ids)].ravel()
     moved: dict[str, Any] = {"fc": jnp.asarray(as_matrix(params.fc)[columns])}
     for field in ("aux_norm", "mask_hidden"):
         if (values := getattr(params, field)) is not None:
@@ -304,7 +304,7 @@ STORE_OFFSETS = "store d2t - arange(len(d2t)) as d2t"
 _RARE = 20.0
 
 
-def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
+def map_warning(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
     """Return a warning if d2t, read as offsets, looks wrong; None if it looks right. Reads only d2t and t2d.
 
     It looks wrong if t2d marks other tokens or, without a t2d, if no two of its tokens have neighbouring ids.

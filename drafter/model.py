@@ -81,7 +81,7 @@ def project_aux(
 ) -> Float[Array, "B T D"]:
     """Project aux_hidden (or mask_hidden) by fc, after the config's norm, if any. Ignore rows of negative position."""
     if config.aux_norm is not None and params.aux_norm is not None:
-        groups = config.num_taps if config.aux_norm == "per_tap" else 1
+        groups = config.num_aux_layers if config.aux_norm == "per_layer" else 1
         parts, weights = jnp.split(aux_hidden, groups, axis=-1), jnp.split(params.aux_norm, groups)
         normed = [rms_norm(part, weight, config.rms_norm_eps) for part, weight in zip(parts, weights, strict=True)]
         aux_hidden = jnp.concatenate(normed, axis=-1)

@@ -69,9 +69,9 @@ class _Cached:
         return self.config.narrowest_window
 
     @property
-    def most_drafts(self) -> int | None:
+    def block_drafts(self) -> int | None:
         """Most drafts of a step; None: any number."""
-        return self.config.most_drafts
+        return self.config.block_drafts
 
     @property
     def trained_positions(self) -> int | None:
@@ -90,7 +90,7 @@ class _Cached:
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches with their own pages, for `capacity` positions of the target and a pass of rows."""
-        widest_write += self.most_drafts or 0  # a DFlash pass writes its whole block, for any number of drafts
+        widest_write += self.block_drafts or 0  # a DFlash pass writes its whole block, for any number of drafts
         tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
         return PagedCache(self.init_pages([table.size for table in tables]), tables)
 
@@ -250,7 +250,7 @@ class DFlash(_OnePass):
         params, config, by = self.params, self.config, self.params.implementation
         assert config.block_size is not None
         if not 1 <= num_drafts < config.block_size:
-            raise ValueError(f"{num_drafts} drafts; expected 1 to {config.most_drafts}, the mask slots of a block")
+            raise ValueError(f"{num_drafts} drafts; expected 1 to {config.block_drafts}, the mask slots of a block")
         rows = dflash.lay_out_block(drafter_input, widths > 0, config.block_size, model.mask_token_of(config))
         num_context = drafter_input.token_ids.shape[1]
         aux_hidden, before = drafter_input.aux_hidden.astype(params.dtype), rows.positions[:, :num_context]

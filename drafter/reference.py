@@ -139,7 +139,7 @@ def _normed_aux(weights: Tensors, config: DrafterConfig, aux: np.ndarray) -> np.
     if "input_norm.weight" in weights:
         return _rms(aux, weights["input_norm.weight"], config.rms_norm_eps)
     if "fc_norm.0.weight" in weights:
-        parts = aux.reshape(config.num_taps, -1)
+        parts = aux.reshape(config.num_aux_layers, -1)
         return np.concatenate(
             [_rms(part, weights[f"fc_norm.{i}.weight"], config.rms_norm_eps) for i, part in enumerate(parts)]
         )

@@ -170,7 +170,7 @@ def drafter_speculation(drafter_directory: Path) -> Speculation:
     from drafter.dialects import open_drafter, parse_config
 
     speculation = read_speculation(drafter_directory)
-    most = parse_config(open_drafter(drafter_directory)).most_drafts
+    most = parse_config(open_drafter(drafter_directory)).block_drafts
     if most is None:
         return speculation
     return dataclasses.replace(speculation, num_drafts=min(speculation.num_drafts, most))

@@ -38,14 +38,14 @@ LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
 DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens per prefill pass; a GPU multiplies more rows in the same time
 MOST_SLOTS = 1 << 16  # more than any memory holds
-MAX_NUM_DRAFTS = 128  # no acceptance length pays for a wider pass
+MAX_NUM_DRAFTS = 128  # no acceptance length outweighs a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # characters
 KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
-    "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: extra memory for "
+    "Keep the keys and values of prompts and answers for later prompts that begin with them. SIZE: extra memory for "
     "them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it."
 )
-AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to pay (peagle.engine.widths)
+AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to save time (peagle.engine.widths)
 NumDrafts = int | str | None  # K as users say it (`Drafts.parse`)
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
@@ -144,12 +144,12 @@ def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
         raise InputError(message, "num_speculative_tokens")
 
 
-def check_block(num_drafts: int, most_drafts: int | None, drafter: str = "the drafter") -> None:
-    """Raise InputError for more drafts than a DFlash block has. most_drafts None: any number is possible."""
-    if most_drafts is not None and num_drafts > most_drafts:
+def check_block(num_drafts: int, block_drafts: int | None, drafter: str = "the drafter") -> None:
+    """Raise InputError for more drafts than a DFlash block has. block_drafts None: any number is possible."""
+    if block_drafts is not None and num_drafts > block_drafts:
         raise InputError(
-            f"K is {num_drafts}; expected at most {most_drafts}, since a block of {drafter} has {most_drafts + 1} "
-            f"rows, the pending token and {most_drafts} drafts: lower -k",
+            f"K is {num_drafts}; expected at most {block_drafts}, since a block of {drafter} has {block_drafts + 1} "
+            f"rows, the pending token and {block_drafts} drafts: lower -k",
             "num_speculative_tokens",
         )
 
@@ -227,7 +227,7 @@ class SamplingParams:
     frequency_penalty: Annotated[float, Flag(SAMPLING, "X")] = 0.0
     """Subtract X (-2 to 2) from a token's logit for each time it was generated."""
     repetition_penalty: Annotated[float, Flag(SAMPLING, "X")] = 1.0
-    """Divide positive logits of tokens in the prompt or response by X, multiply negative ones; 1: off."""
+    """Divide positive logits of tokens in the prompt or answer by X, multiply negative ones; 1: off."""
     logit_bias: Annotated[tuple[tuple[int, float], ...], Flag(SAMPLING, "ID=X", read=read_bias)] = ()
     """Add X to the logit of token ID; repeatable."""
     min_tokens: Annotated[int, Flag(SAMPLING, "N")] = 0
@@ -315,11 +315,11 @@ class AnswerConfig:
     """When an answer ends, and which log-probabilities it has."""
 
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
-    """Maximum tokens of a response."""
+    """Maximum tokens of an answer."""
     ignore_eos: Annotated[bool, Flag(SAMPLING)] = False
     """Ignore stop tokens; generate -n tokens."""
     stop: Annotated[tuple[str, ...], Flag(SAMPLING, "TEXT")] = ()
-    """Stop string: the response ends before it; repeatable."""
+    """Stop string: the answer ends before it; repeatable."""
     logprobs: Annotated[int | None, Flag(OUTPUT, "N")] = None
     """Print each token's log-probability and those of the N (0 to 20) most likely tokens, or write them to --json.
     Slower."""
@@ -368,7 +368,7 @@ class LoadConfig:
     """Address at which process 0 waits for the others; PORT alone: this machine. --mesh then spans the devices of all
     processes. Trusted networks only."""
     process_id: Annotated[int | None, Flag(MACHINE, "I")] = None
-    """This process's rank. Rank 0 runs the command; the others follow."""
+    """This process's rank. Rank 0 runs the command; the others work for it."""
     num_processes: Annotated[int | None, Flag(MACHINE, "N")] = None
     """Number of processes, 2 or more."""
 
@@ -386,12 +386,12 @@ class EngineConfig:
     num_speculative_tokens: Annotated[
         NumDrafts, Flag(SPECULATION, "K|auto|auto:N", ("-k", "--num-speculative-tokens"), read_num_drafts)
     ] = None
-    """Tokens drafted per step (K). auto: verify only the drafts that are likely to save time, also of drafts looked up
-    in the text so far; at most as many as the drafter's speculation.json says. auto:N: at most N. Default: auto."""
+    """Tokens drafted per step (K). auto: verify only drafts that are likely to save time, and also draft by n-grams of
+    the text so far; at most as many as the drafter's speculation.json says. auto:N: at most N. Default: auto."""
     slots: Annotated[int, Flag(ENGINE, "N")] = 1
     """Requests decoded at once (continuous batching)."""
     context: Annotated[int | None, Flag(ENGINE, "N")] = None
-    """Context length in tokens: the most of one request, prompt plus response. Default: the model's limit, or what the
+    """Context length in tokens: the most of one request, prompt plus answer. Default: the model's limit, or what the
     memory holds if that is less."""
     prefill_chunk: Annotated[int | None, Flag(ENGINE, "N")] = None
     """Prompt tokens per prefill pass. More: a prompt is prefilled sooner; fewer: other requests wait less. Default:
@@ -411,7 +411,7 @@ class EngineConfig:
     prefix_cache: Annotated[
         PrefixCacheSize | None, Flag(ENGINE, "on|off|SIZE", read=read_prefix_cache, default="auto")
     ] = None
-    """Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: extra memory for
+    """Keep the keys and values of prompts and answers for later prompts that begin with them. SIZE: extra memory for
     them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it.
     auto: on, off for a single request."""
     synthetic_acceptance: Annotated[tuple[float, ...] | None, Flag(SPECULATION, "P|P,P", read=read_rates)] = None

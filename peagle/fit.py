@@ -47,7 +47,7 @@ def check_fit(
     checkpoint, drafter = inspect_drafter(drafter_directory, aux_layer_ids)
     layers = fitting_aux_layers(target, checkpoint, target_directory, drafter_directory, aux_layer_ids)
     for k in num_drafts:
-        check_block(k, drafter.most_drafts, str(drafter_directory))
+        check_block(k, drafter.block_drafts, str(drafter_directory))
     return layers
 
 
@@ -92,9 +92,9 @@ def fitting_aux_layers(
     if outputs is None:
         of_block = drafter.kind == "DFlash"
         outputs = default_dflash_layers(drafter.num_layers, n) if of_block else default_aux_layer_ids(n)
-        if len(outputs) != drafter.num_taps:
+        if len(outputs) != drafter.num_aux_layers:
             raise InputError(
-                f"the drafter {drafter_name} reads {drafter.num_taps} aux layers and does not name them, and the "
+                f"the drafter {drafter_name} reads {drafter.num_aux_layers} aux layers and does not name them, and the "
                 f"default for the target {target_name} is {len(outputs)}: {list(outputs)}; give --aux-layer-ids, or "
                 f"name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
             )
@@ -109,7 +109,7 @@ def fitting_aux_layers(
             "give --aux-layer-ids"
         )
     by_option = aux_layer_ids is not None
-    warning = None if by_option else doubtful_aux_layers(named, drafter_name, n)
+    warning = None if by_option else aux_layers_warning(named, drafter_name, n)
     return AuxLayers(outputs, describe_aux_layers(outputs, named, by_option), warning)
 
 
@@ -124,7 +124,7 @@ def describe_aux_layers(
     return f"{which}, given instead of {ids}" if by_option else f"{which}: {ids} are {named[0].meaning}"
 
 
-def doubtful_aux_layers(
+def aux_layers_warning(
     named: Sequence["NamedAuxLayers"], drafter_name: str | Path, num_layers: int | None = None
 ) -> str | None:
     """Return a warning if the ids in config.json may follow the other convention, or if several keys disagree.
@@ -149,7 +149,7 @@ def doubtful_aux_layers(
         if names_layers(other) and other.outputs != used.outputs:
             return line(f"{other.key} {list(other.ids)}, which are {other.meaning}, name others", other.outputs)
     # all known defaults begin with the output of layer 1, which is the input of layer 2. Some exporters write inputs
-    # under a key for outputs, or the reverse: ids that begin with another layer raise the doubt
+    # under a key for outputs, or the reverse: ids that begin with another layer raise the warning
     if used.certain:
         return None
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from peagle.checkpoints import DEMO, WEIGHTLESS, another_target, drafter_path, resolve, speculation_of
 from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK, DtypeName, ExpertsChoice, KernelsChoice, Reduction
 from peagle.engine.handoff import Fingerprints
-from peagle.engine.remote import Lead
+from peagle.engine.remote import Coordinator
 from peagle.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
 from peagle.ops import cuda
 from peagle.ops.attention import CacheGroup
@@ -64,7 +64,7 @@ def load(
     reduce: Reduction = "ordered",
     retain_full_kv: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    lead: Lead | None = None,
+    coordinator: Coordinator | None = None,
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
 
@@ -85,7 +85,7 @@ def load(
         reduce           sum over devices "ordered", in rank order, or by "psum", an all-reduce
         retain_full_kv   windowed layers keep all positions, so that a prompt reuses any cached prefix
         progress         called with (bytes of the target read, total bytes) during the load
-        lead             sends to the other processes of a mesh (peagle.workflows.follow)
+        coordinator      sends to the other processes of a mesh (peagle.workflows.worker)
 
     `Pair.loaded` describes the choices. Raises InputError for checkpoints that cannot be run, do not fit together, or
     exceed the memory; if possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map
@@ -133,7 +133,7 @@ def load(
         steps_per_dispatch=steps_per_dispatch(tree_bytes(loaded.params)),
         prefill_chunk=default_chunk(),
         fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
-        lead=lead,
+        coordinator=coordinator,
     )
     if shape is not None and isinstance(plain, Sharded):
         copies = map(plain.on, make_meshes(shape)[1:])

@@ -25,7 +25,7 @@ from peagle.engine.engines import Engines, FreeMemory, ReplicaModels
 from peagle.engine.grammar import Grammar
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.loop import AnyEngine
-from peagle.engine.remote import Lead
+from peagle.engine.remote import Coordinator
 from peagle.engine.request import Request
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.engine.speculation import Speculation
@@ -80,7 +80,7 @@ class Pair:
     steps_per_dispatch: int = 1  # of plain decoding and of speculation, so that their ratio is fair
     prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens per pass
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
-    lead: Lead | None = None  # sends to the other processes of a target over several
+    coordinator: Coordinator | None = None  # sends to the other processes of a target over several
     replicas: tuple["Pair", ...] = ()  # the same models on other devices, which share the slots of an engine
     # shared with the pairs that `with_drafter` makes of this one
     memory: FreeMemory = field(default_factory=FreeMemory, repr=False, compare=False)
@@ -88,12 +88,12 @@ class Pair:
     engines: Engines = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # beside a drafter with caches, adaptive steps also look drafts up in the text so far
+        # with a neural drafter, adaptive steps also look drafts up in the text so far
         lookup = NGram(longest=5) if self.drafter is not None and self.drafter.cache_groups else None
         models = [
             ReplicaModels(pair.target, pair.plain_target, pair.drafter, lookup) for pair in (self, *self.replicas)
         ]
-        engines = Engines(models, self.stop_token_ids, self.fingerprints, self.lead, self.memory)
+        engines = Engines(models, self.stop_token_ids, self.fingerprints, self.coordinator, self.memory)
         object.__setattr__(self, "engines", engines)
         if self.grammars is None:
             object.__setattr__(self, "grammars", Grammars(self.tokenizer, self.target.vocab_size))
@@ -108,8 +108,8 @@ class Pair:
 
         options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. Some of them:
 
-            num_speculative_tokens   K; 0: plain decoding; "auto": verify the drafts that are likely to pay, none while
-                                     drafting does not pay; "auto:N": at most N; None: `drafts`
+            num_speculative_tokens   K; 0: plain decoding; "auto": verify only drafts that are likely to save time;
+                                     "auto:N": at most N; None: `drafts`
             raw                      use a text as the prompt, without the chat template
             special_tokens           with raw: encode special tokens in a text as tokens, not as plain characters
             stop                     the answer ends before the first of these strings

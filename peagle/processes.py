@@ -1,4 +1,4 @@
-"""Several processes that run one target together: process 0 leads, the others follow its messages.
+"""Several processes that run one target together: process 0 coordinates, the others do what its messages say.
 
     process 0    listens at the coordinator's address, compares the others' options with its own, and starts
     process i    connects, and runs each message that arrives, until the last one

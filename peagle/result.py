@@ -30,7 +30,7 @@ class Counters:
     A step verifies at least one draft; the plain steps of an adaptive engine are counted apart.
     """
 
-    num_spec_tokens: int  # K, the most drafts of a step
+    num_speculative_tokens: int  # K, the most drafts of a step
     histogram: tuple[int, ...]  # [K + 1]: steps that accepted i drafts
     verified: tuple[int, ...]  # [K]: steps that verified draft i
     num_plain_steps: int = 0
@@ -40,9 +40,9 @@ class Counters:
     num_truncated: int = 0  # tokens that the steps decided after the output's end
 
     @classmethod
-    def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int, num_truncated: int = 0) -> "Counters":
-        histogram, plain = [0] * (num_spec_tokens + 1), 0
-        verified, tried = [0] * num_spec_tokens, [0] * num_spec_tokens
+    def of(cls, steps: Iterable[StepRecord], num_drafts: int, num_truncated: int = 0) -> "Counters":
+        histogram, plain = [0] * (num_drafts + 1), 0
+        verified, tried = [0] * num_drafts, [0] * num_drafts
         num_proposed = num_looked_up = 0
         for step in steps:
             width = len(step.draft_token_ids)
@@ -56,14 +56,15 @@ class Counters:
                 verified[index] += 1
                 tried[index] += index <= step.num_accepted
         counts = tuple(histogram), tuple(verified), plain, tuple(tried), num_proposed, num_looked_up
-        return cls(num_spec_tokens, *counts, num_truncated)
+        return cls(num_drafts, *counts, num_truncated)
 
     def __add__(self, other: "Counters") -> "Counters":
         """Add up the counts of equal K. Raises ValueError for another K."""
-        if self.num_spec_tokens != other.num_spec_tokens:
-            raise ValueError(f"counters of K = {self.num_spec_tokens} and {other.num_spec_tokens} cannot be pooled")
+        k, other_k = self.num_speculative_tokens, other.num_speculative_tokens
+        if k != other_k:
+            raise ValueError(f"counters of K = {k} and {other_k} cannot be pooled")
         return Counters(
-            self.num_spec_tokens,
+            k,
             tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True)),
             tuple(a + b for a, b in zip(self.verified, other.verified, strict=True)),
             self.num_plain_steps + other.num_plain_steps,
@@ -124,7 +125,7 @@ class Counters:
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
         """[i]: steps that accepted draft i."""
-        return tuple(sum(self.histogram[i + 1 :]) for i in range(self.num_spec_tokens))
+        return tuple(sum(self.histogram[i + 1 :]) for i in range(self.num_speculative_tokens))
 
 
 @dataclass(frozen=True)

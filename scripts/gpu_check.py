@@ -11,12 +11,12 @@ tests do, and the server what it needs itself. Weights are random and made in th
 
 First come the checks of `peagle check` (the kernels' launcher is compiled if it is missing). Then, for each shape:
 prefill, decoding and verify passes; speculation with acceptance drawn at given rates (marked synthetic: it measures
-what a step costs), by fixed K and auto, at temperature 1, too; the server beside its engine alone; the parts of a step.
+what a step costs), by fixed K and auto, at temperature 1, too; the server and its engine alone; the parts of a step.
 With --mesh also a small target over those devices against the whole one, and the passes of a larger one over them. Last
 come other drafters, heads, batches and contexts, and XLA's own code.
 
-The conformance suite and the peers (this project beside transformers, scripts.bench peers) run if --only names them:
-they are processes of their own, which need the memory that this one keeps.
+The conformance suite and the peers (scripts.bench peers, compared with transformers) run if --only names them: they
+are processes of their own, which need the memory that this one keeps.
 
 `--out` (which must not exist yet) gets a line in raw.jsonl with every figure, so that a run that is cut off has lost
 nothing, and run.json and README.md after each section. Sections that do not fit into --minutes are named as left out;

@@ -8,8 +8,8 @@
 XLA compiles for a description of the GPU; nothing runs, and weights are shapes without values. These packages have a
 folder of their own, because JAX would look for a GPU at every start of an environment that has them.
 
-A program should be one CUDA graph. Beside graphs the host launches each operation, and waits for the GPU at each loop
-and branch. Exit code 1: some program is not one graph.
+A program should be one CUDA graph. Outside of graphs the host launches each operation, and waits for the GPU at each
+loop and branch. Exit code 1: some program is not one graph.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from jax.experimental import topologies
 from peagle.config import AUTO
 from peagle.engine import programs
 from peagle.engine.engine import Engine
-from peagle.engine.plans import chunk_plan
+from peagle.engine.pass_plans import chunk_plan
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
 from peagle.measure.sweep.plan import parse_ks

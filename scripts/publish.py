@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.measure import reports
-from peagle.measure.sweep import charts, page
+from peagle.measure.sweep import charts, layout
 from peagle.measure.sweep.figures import alone, concurrent, rows
 from peagle.measure.sweep.plan import Plan, short_names
 from peagle.measure.sweep.store import IN_SHORT, KIND, RUN, open_run
@@ -71,7 +71,7 @@ def _sweep(run: Path) -> dict[str, bytes]:
     if not charts.can_draw():
         raise InputError("no pictures can be drawn without matplotlib; pip install matplotlib")
     figures = rounded(rows(folder))  # so that page and run.json agree to the last digit
-    blocks = page.run_blocks(folder, figures)
+    blocks = layout.run_blocks(folder, figures)
     left_out = [block for block in blocks if isinstance(block, reports.Picture)][MAX_PICTURES:]
     blocks = [block for block in blocks if block not in left_out]
     entries = [row.to_json() for row in alone(figures)]

@@ -36,7 +36,7 @@ class TargetConfig:
         if unknown := set(self.layer_types) - {SLIDING, FULL}:
             raise InputError(f"unknown layer types {sorted(unknown)}; expected {SLIDING} or {FULL}")
         if self.sliding_window is None and SLIDING in self.layer_types:
-            raise InputError(f"sliding_window is null beside layers of {SLIDING}; expected the positions they see")
+            raise InputError(f"sliding_window is null, with layers of {SLIDING}; expected the positions they see")
 
     @property
     def num_layers(self) -> int:

@@ -6,7 +6,7 @@ COD draws the (anchor, depth) rows that a sequence is trained on. Depth 0 keeps 
 part of the chains of depth d - 1 whose label is still a trained token: about ratio^d of all, never less than min_ratio.
 So the chain of a kept row is kept whole.
 
-Chains are sorted longest first, so the chains that reach depth d are a prefix of all chains, and depth d's rows attend
+Chains are sorted longest first, so the chains that have depth d are a prefix of all chains, and depth d's rows attend
 to their own chain by slicing (drafter/train/forward.py):
 
     chain    0   1   2   3   4   5      anchors[chain]: the anchor it grows from
@@ -14,7 +14,7 @@ to their own chain by slicing (drafter/train/forward.py):
     depth 2  x   x   x   x              counts[1] = 4
     depth 3  x   x                      counts[2] = 2
 
-A DFlash drafter is trained on whole blocks at random anchors (`sample_blocks`): every chain reaches every depth.
+A DFlash drafter is trained on whole blocks at random anchors (`sample_blocks`): every chain has every depth.
 """
 
 import dataclasses
@@ -94,22 +94,22 @@ def sample_chains(
     counts: tuple[tuple[int, ...], ...],
     rng: np.random.Generator,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Draw one sequence's chains; return (anchors [n] int32, reach [n] int32) per part, n = counts[part][0].
+    """Draw one sequence's chains; return (anchors [n] int32, last_depth [n] int32) per part, n = counts[part][0].
 
     counts: each part's room (`Partition.counts`). trained [T] bool: tokens whose prediction counts. Row (a, d) predicts
     token a + d + 2, so it is kept only if that token is trained and lies in the anchor's segment, and row (a, d - 1) is
-    kept. reach is each chain's deepest kept depth, descending; surplus anchors are padding of reach 0.
+    kept. last_depth is each chain's deepest kept depth, descending; surplus anchors are padding with 0.
     """
     width, usable = trained.shape[0], _usable(cod.depth, trained, segment_ids)
-    reach = np.zeros((width,), np.int32)
+    last_depth = np.zeros((width,), np.int32)
     kept = np.flatnonzero(usable[:, 0])
     for depth, count in enumerate(cod.counts(len(kept)), start=1):
         kept = rng.permutation(kept[usable[kept, depth]])[:count]
-        reach[kept] = depth
+        last_depth[kept] = depth
     part_of = partition.parts_of(np.arange(width))
     drawn = rng.permutation(width)  # so that the chains beyond a part's room are cut at random
     return [
-        _fit(drawn[part_of[drawn] == part], reach, room, padding=partition.ends[part] - 1)
+        _fit(drawn[part_of[drawn] == part], last_depth, room, padding=partition.ends[part] - 1)
         for part, room in enumerate(counts)
     ]
 
@@ -124,8 +124,8 @@ def sample_blocks(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Draw the anchors of one sequence's blocks, as `sample_chains` draws chains.
 
-    A block may begin after any anchor whose first draft is a trained token. It is whole, as when decoding: its reach is
-    the deepest draft, and rows whose token is not trained do not count. Padding has reach -1.
+    A block may begin after any anchor whose first draft is a trained token. It is whole, as when decoding: last_depth
+    is that of the last draft, and rows whose token is not trained do not count. Padding has last_depth -1.
     """
     anchors = rng.permutation(np.flatnonzero(_usable(1, trained, segment_ids)[:, 0]))
     part_of, drawn = partition.parts_of(anchors), []
@@ -147,13 +147,15 @@ def _usable(depth: int, trained: np.ndarray, segment_ids: np.ndarray) -> np.ndar
     return usable & (segment_ids[:, None] > 0)
 
 
-def _fit(anchors: np.ndarray, reach: np.ndarray, room: tuple[int, ...], padding: int) -> tuple[np.ndarray, np.ndarray]:
+def _fit(
+    anchors: np.ndarray, last_depth: np.ndarray, room: tuple[int, ...], padding: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Sort chains longest first and cut them to the room at each depth; fill up with the anchor `padding`."""
     most = room[0] if room else 0
-    order = anchors[np.argsort(-reach[anchors], kind="stable")][:most]
-    deepest = np.sum(np.arange(len(order))[:, None] < np.asarray(room, np.int64)[None, :], axis=1)
+    order = anchors[np.argsort(-last_depth[anchors], kind="stable")][:most]
+    allowed = np.sum(np.arange(len(order))[:, None] < np.asarray(room, np.int64)[None, :], axis=1)
     free = (0, most - len(order))
     return (
         np.pad(order, free, constant_values=padding).astype(np.int32),
-        np.pad(np.minimum(reach[order], deepest), free).astype(np.int32),
+        np.pad(np.minimum(last_depth[order], allowed), free).astype(np.int32),
     )

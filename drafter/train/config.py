@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from peagle.ops.errors import InputError
-from peagle.ops.flag import DRAFTER, LEARNING, MODEL, Flag, check_least, layers_reader
+from peagle.ops.flag import DRAFTER, LEARNING, Flag, check_least, layers_reader
 
 # cross_entropy        with the token in the data
 # soft_cross_entropy   with the target's distribution
@@ -30,8 +30,6 @@ class DrafterShape:
 
     init: Annotated[str | None, Flag(DRAFTER, "DIR")] = None
     """Start from this drafter: its weights and its shape."""
-    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
-    """Target layers (0-based) whose outputs the drafter of --init reads. Default: as in its config.json."""
     kind: Annotated[KindName | None, Flag(DRAFTER, "KIND", ("--drafter",))] = None
     """p-eagle, eagle-3 or dflash. Default: that of --init, else p-eagle."""
     autoregressive: Annotated[bool, Flag(DRAFTER)] = False
@@ -48,9 +46,9 @@ class DrafterShape:
     """Size of a head, 2 or more. Default: the target's."""
     mlp_width: Annotated[int | None, Flag(DRAFTER, "N")] = None
     """Width of the MLP. Default: twice the hidden size."""
-    taps: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("taps"))] = None
-    """Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers; for
-    DFlash as many as it has layers, from 1 to n - 3."""
+    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
+    """Target layers (0-based) whose outputs the drafter reads. Default: those of --init; for a new drafter 1, n/2 - 1
+    and n - 4 of n layers; for DFlash as many as it has layers, from 1 to n - 3."""
     drafter_window: Annotated[str, Flag(DRAFTER, "N|auto|off")] = "auto"
     """Sliding window of the drafter's attention, in positions, in training and after. auto: that of --init, else
     off."""
@@ -79,9 +77,9 @@ class Cod:
     """How chains are sampled (drafter/train/cod.py). depth: rows of a full chain (depths 0..depth-1)."""
 
     depth: Annotated[int, Flag(LEARNING, "N")] = 8
-    """K_train: draft positions that are trained. A DFlash drafter's block has one row more."""
+    """Drafts that are trained per position (K_train). A DFlash drafter's block has one row more."""
     ratio: Annotated[float, Flag(LEARNING, "P")] = 0.8
-    """Of the positions trained for one draft, the fraction that is trained for the next one (COD, P-EAGLE's paper)."""
+    """Each draft is trained at this fraction of the positions of the draft before it (COD, P-EAGLE's paper)."""
     min_ratio: Annotated[float, Flag(LEARNING, "P")] = 0.2
     """Least fraction of chains kept at any depth (COD)."""
 

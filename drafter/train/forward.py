@@ -219,8 +219,8 @@ def _attention(
     long = width >= LONG
     depth = len(chain) if depth is None else depth
     # a segment's context has consecutive positions, and a row comes `depth` positions after its anchor
-    reach, chain = (None, chain) if window is None else (window - depth, chain[max(depth - window, 0) :])
-    one = functools.partial(_one_long if long else _one, reach=reach)
+    num_keys, chain = (None, chain) if window is None else (window - depth, chain[max(depth - window, 0) :])
+    one = functools.partial(_one_long if long else _one, num_keys=num_keys)
     over = jax.lax.map if long else _unrolled
 
     def of_sequence(sequence: tuple[Any, ...]) -> jax.Array:
@@ -243,16 +243,16 @@ def _one(
     chain: list[tuple[jax.Array, jax.Array]],
     anchors: Int[Array, " n"],
     segment_ids: Int[Array, " T"],
-    reach: int | None,
+    num_keys: int | None,
 ) -> Float[Array, "n M H"]:
     if chain:
-        return _attend_chunk(q, k, v, anchors, segment_ids, chain, reach)
+        return _attend_chunk(q, k, v, anchors, segment_ids, chain, num_keys)
     parts = []
     for start in range(0, q.shape[0], CONTEXT_CHUNK):
         rows = slice(start, start + CONTEXT_CHUNK)
-        first = 0 if reach is None else max(0, start - reach + 1)
+        first = 0 if num_keys is None else max(0, start - num_keys + 1)
         keys = slice(first, rows.stop)
-        parts.append(_attend_chunk(q[rows], k[keys], v[keys], anchors[rows], segment_ids, [], reach, first))
+        parts.append(_attend_chunk(q[rows], k[keys], v[keys], anchors[rows], segment_ids, [], num_keys, first))
     return jnp.concatenate(parts, axis=0)
 
 
@@ -263,14 +263,14 @@ def _one_long(
     chain: list[tuple[jax.Array, jax.Array]],
     anchors: Int[Array, " n"],
     segment_ids: Int[Array, " T"],
-    reach: int | None,
+    num_keys: int | None,
 ) -> Float[Array, "n M H"]:
     """Attend within one sequence and kv head, in chunks of rows, each against the whole context."""
 
     def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         keys, values, segments = fixed
         queries, own_anchors, own_chain = rows
-        return _attend_chunk(queries, keys, values, own_anchors, segments, own_chain, reach)
+        return _attend_chunk(queries, keys, values, own_anchors, segments, own_chain, num_keys)
 
     return in_chunks(attend, (k, v, segment_ids), (q, anchors, chain), LONG_CHUNK)
 
@@ -282,20 +282,20 @@ def _attend_chunk(
     anchors: Int[Array, " n"],
     segment_ids: Int[Array, " T"],
     chain: list[tuple[jax.Array, jax.Array]],
-    reach: int | None,
+    num_keys: int | None,
     first: int = 0,
 ) -> Float[Array, "n M H"]:
     """Attend from n rows (M query heads, scaled) to S context keys, from the key `first` on, and to their own chains.
 
-    reach: a row attends to the last `reach` context keys up to its anchor, in its segment; None: to all. chain: (keys
+    num_keys: how many context keys a row attends to, the last up to its anchor, in its segment; None: all. chain: (keys
     [n, H], values [n, H]) by depth, one key and value per row.
     """
     count, heads, head_dim = query.shape
     keys = key.shape[0]
     place = jnp.arange(first, first + keys, dtype=jnp.int32)[None, :]
     mask = (place <= anchors[:, None]) & (segment_ids[None, first : first + keys] == segment_ids[anchors][:, None])
-    if reach is not None:
-        mask = mask & (place > anchors[:, None] - reach)
+    if num_keys is not None:
+        mask = mask & (place > anchors[:, None] - num_keys)
     scores = (query.reshape(-1, head_dim) @ key.T).reshape(count, heads, -1)
     scores = jnp.where(mask[:, None, :], scores, MASKED)
     own_scores = [jnp.sum(query * own_key[:, None, :], axis=-1) for own_key, _ in chain]

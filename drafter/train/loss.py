@@ -93,7 +93,7 @@ def chain_loss(
     rows: TrainingRows,
     labels: Labels,
     anchors: Int[Array, "B n"],
-    reach: Int[Array, "B n"],
+    last_depth: Int[Array, "B n"],
     counts: tuple[int, ...],
     part: tuple[int, int] | None = None,
     draft_decay: float | None = None,
@@ -101,7 +101,7 @@ def chain_loss(
     """Compute the loss of one part of the sequence, by default all of it.
 
     Row (a, d) predicts token a + d + 2; its label is the target's row a + d + 1. A row counts if its token is trained
-    and in the anchor's segment, d <= its reach, and the drafter can propose its label; at depth 0 only if part[0] <= a
+    and in the anchor's segment, d <= last_depth, and the drafter can propose its label; at depth 0 only if part[0] <= a
     < part[1]. The drafter reads no positions from part[1] on (drafter/train/cod.py). draft_decay: the loss of draft d
     is weighted by exp(-d / draft_decay).
 
@@ -115,12 +115,12 @@ def chain_loss(
     of_dflash, depths = config.kind == "DFlash", len(counts) + 1
     if of_dflash:
         x = forward_blocks(params, config, shifted, *context, anchors, depths)
-        anchor, reached = (jnp.tile(values, (1, depths)) for values in (anchors, reach))
+        anchor, reached = (jnp.tile(values, (1, depths)) for values in (anchors, last_depth))
         depth = jnp.broadcast_to(jnp.arange(depths, dtype=jnp.int32).repeat(anchors.shape[1])[None], anchor.shape)
     else:
         x = forward_chains(params, config, shifted, *context, anchors, counts)
         anchor, depth = rows_of(anchors, counts, last)
-        reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
+        reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(last_depth[:, :n] for n in counts)], axis=1)
     label_row = anchor + depth + 1  # the target's row, which predicts the next token
     inside = (label_row + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
     target_row = jnp.where(inside, label_row, 0)

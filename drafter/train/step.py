@@ -20,9 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.batches import RowBatch
 from drafter.train.loss import Labels, Sums, TrainingRows, chain_loss, labels_of_best, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
+from drafter.train.row_batches import RowBatch
 from peagle.ops.errors import InputError
 
 ROWS = "rows"  # the mesh axis
@@ -107,11 +107,16 @@ def gradients_of(
     draft_to_target, partition, dtype = fixed.draft_to_target, recipe.partition, jnp.dtype(recipe.compute_dtype)
 
     def loss_of(
-        trained: DrafterParams, rows: TrainingRows, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
+        trained: DrafterParams,
+        rows: TrainingRows,
+        labels: Labels,
+        anchors: jax.Array,
+        last_depth: jax.Array,
+        part: _Part,
     ) -> tuple[jax.Array, Sums]:
         whole = trained if fixed.frozen is None else fixed.frozen.within(trained)
         drafter = jax.tree.map(lambda leaf: leaf.astype(dtype), whole).replace(draft_to_target=draft_to_target)
-        chains, span = (anchors, reach, part.counts), (part.start, part.end)
+        chains, span = (anchors, last_depth, part.counts), (part.start, part.end)
         sums = chain_loss(drafter, config, recipe.loss, rows, labels, *chains, span, recipe.draft_decay)
         return sums.loss, sums
 
@@ -119,21 +124,21 @@ def gradients_of(
         return (), loss_of(*arguments)[1]
 
     gradient_of = jax.grad(loss_of, has_aux=True) if with_gradient else only_sums
-    if config.context_reach is not None and recipe.parts > 1:
+    if config.receptive_field is not None and recipe.parts > 1:
         return _part_by_part(
             lambda rows, *part: gradient_of(params, rows, _labels(config, draft_to_target, rows.target), *part),
             _nothing(recipe, params if with_gradient else ()),
-            config.context_reach + 1,  # a part's first chain begins at the row before it
+            config.receptive_field + 1,  # a part's first chain begins at the row before it
             recipe,
             counts[0],
             rows,
-            (jnp.stack(batch.anchors), jnp.stack(batch.reach)),
+            (jnp.stack(batch.anchors), jnp.stack(batch.last_depth)),
         )
     labels = _labels(config, draft_to_target, rows.target)
     parts = [_Part(*part) for part in zip(partition.starts, partition.ends, counts, strict=True)]
     results = [
-        gradient_of(params, rows, labels, anchors, reach, part)
-        for anchors, reach, part in zip(batch.anchors, batch.reach, parts, strict=True)
+        gradient_of(params, rows, labels, anchors, last_depth, part)
+        for anchors, last_depth, part in zip(batch.anchors, batch.last_depth, parts, strict=True)
     ]
     gradient, sums = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), results)
     return sums, gradient
@@ -168,13 +173,13 @@ def _part_by_part(
     """Sum the parts' (gradient, sums) in a loop on the device, so that memory is that of one part.
 
     A part reads its positions, `before` positions before them, and those after them with its labels. chains:
-    (anchors, reach) of all parts [parts, B, n]. none: the zeros that a part without a trained token adds.
+    (anchors, last_depth) of all parts [parts, B, n]. none: the zeros that a part without a trained token adds.
     """
     width, span = recipe.width, recipe.width // recipe.parts
     part = _Part(before, before + span, counts)
 
     def add(total: Any, piece: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
-        start, anchors, reach = piece
+        start, anchors, last_depth = piece
         positions = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
         inside, indices = (positions >= 0) & (positions < width), jnp.clip(positions, 0, width - 1)
         part_rows = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=1), rows)
@@ -182,7 +187,7 @@ def _part_by_part(
         part_rows = part_rows.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], part_rows.trained, 0.0))
         result = jax.lax.cond(
             jnp.any(part_rows.trained[:, before + 2 :] > 0),  # the row at p predicts the token at p + 2
-            lambda: gradient_of(part_rows, anchors - start + before, reach, part),
+            lambda: gradient_of(part_rows, anchors - start + before, last_depth, part),
             lambda: none,
         )
         return jax.tree.map(jnp.add, total, result), None

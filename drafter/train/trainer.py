@@ -26,7 +26,6 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.batches import RowBatch, RowBatches
 from drafter.train.folder import (
     CHECKPOINTS,
     EVALUATION,
@@ -40,6 +39,7 @@ from drafter.train.folder import (
 from drafter.train.held_out import HeldOut, score_of
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe, optimizer
+from drafter.train.row_batches import RowBatch, RowBatches
 from drafter.train.step import AnyTeacher, Fixed, FrozenWeights, Record, State, devices_for, step_program, sums_program
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of, write_text_whole
@@ -179,7 +179,7 @@ class Trainer:
         if checkpoints.latest_step() is not None:
             state = self._read(checkpoints, first, jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
         started, done, ends, pace = time.monotonic(), first, self._ends(first), StepTimer()
-        evaluated = self._keep_log_until(first, goes_on=not ends)
+        evaluated = self._keep_log_until(first, continues=not ends)
         self._expect_best(checkpoints)
         if ends:
             state = self._best(checkpoints, done, state, initial)
@@ -432,7 +432,7 @@ class Trainer:
             file.write(dumps(line) + "\n")
         self.watch(line)
 
-    def _keep_log_until(self, step: int, goes_on: bool) -> bool:
+    def _keep_log_until(self, step: int, continues: bool) -> bool:
         """Cut the log after the step to continue from; return whether the log holds that step's evaluation.
 
         A training that begins anew, at step 0, measures its start again. One that goes on drops the measurement of its
@@ -440,7 +440,7 @@ class Trainer:
         """
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if step and path.exists() else []
-        kept = [line for line in kept if not (goes_on and line.get("stopped", False))]
+        kept = [line for line in kept if not (continues and line.get("stopped", False))]
         text = "".join(dumps(line) + "\n" for line in kept)
         write_text_whole(path, text)
         return any(line["step"] == step and EVALUATION in line for line in kept)

@@ -74,7 +74,7 @@ COMMANDS = {
     "batch": Entry(GENERATE, "Run a file of OpenAI Batch API requests, without a server.", "batch:BatchCommand"),
     "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve.", ""),
     "cluster up": Entry(None, "Serve the API of `peagle serve` from several replicas, on Ray Serve.", "cluster:Up"),
-    "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "data:Data"),
+    "data": Entry(TRAIN, "Generate training data: a target's answers to prompts.", "data:Data"),
     "train": Entry(TRAIN, "Train a P-EAGLE, EAGLE-3 or DFlash drafter.", "train:Train"),
     "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators.", "export:Export"),
     "frequent-tokens": Entry(

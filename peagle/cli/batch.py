@@ -17,7 +17,7 @@ class BatchCommand(Served):
 
     Each line is {"custom_id": "a", "method": "POST",
     "url": "/v1/chat/completions", "body": {...}}. The same command resumes with
-    the lines that have no response yet. Exit code: 0 if a line was answered, 3 if
+    the lines that have no answer yet. Exit code: 0 if a line was answered, 3 if
     every line was refused, 1 if the engine failed on a line or as a whole; then
     run the command again.
 
@@ -31,7 +31,7 @@ class BatchCommand(Served):
     requests: Annotated[Path, Flag(names=("IN.jsonl",))]
     """Requests, one per line."""
     answers: Annotated[Path, Flag(names=("OUT.jsonl",))]
-    """Responses, appended in the order they finish."""
+    """Answers, appended in the order they finish."""
     engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=8, prefix_cache="on")
     quiet: Annotated[bool, QUIET] = False
 

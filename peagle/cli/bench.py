@@ -20,7 +20,7 @@ class BenchCommand:
     """Time a target's prefill, decoding and verify passes.
 
     v(T) is the time of a verify pass over T rows divided by that over one row.
-    Drafting K = T - 1 tokens can pay only if a step emits more than v(T) tokens.
+    Drafting K = T - 1 tokens saves time only if a step emits more than v(T) tokens.
 
     [bold]Examples[/bold]
 
@@ -44,7 +44,7 @@ class BenchCommand:
     context: Annotated[int, Flag(RUNNING, "N")] = 128
     """Tokens in the KV cache before decoding and verifying."""
     slots: Annotated[str, Flag(RUNNING, "N,N")] = "1"
-    """Requests decoded at once. Of several numbers, decoding is timed with each and with 1, all else with 1."""
+    """Requests decoded at once. With several numbers, decoding is timed with each and with 1, other passes with 1."""
     engine: Annotated[EngineConfig, DECODED] = EngineConfig()
     num_speculative_tokens: Annotated[str | None, Flag(SPECULATION, "K,K", ("-k", "--num-speculative-tokens"))] = None
     """Also time decoding with K drafts per step, all rejected: the cost of a drafted step."""

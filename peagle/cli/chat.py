@@ -25,7 +25,7 @@ class Chat:
     """Chat in the terminal with speculative decoding.
 
     Each line of input is a message. /reset starts a new conversation; /exit or
-    the end of input quits. Ctrl-C stops a response, and at the prompt it quits.
+    the end of input quits. Ctrl-C stops an answer, and at the prompt it quits.
 
     [bold]Examples[/bold]
 
@@ -38,11 +38,11 @@ class Chat:
     load: LoadConfig = LoadConfig()
     engine: Annotated[EngineConfig, TAKEN] = EngineConfig(prefix_cache="on")
     baseline: Annotated[bool, Flag(SPECULATION)] = False
-    """Also decode each response plainly; report the speed-up."""
+    """Also decode each answer plainly; report the speed-up."""
     sampling: SamplingParams = SamplingParams()
     answer: Annotated[AnswerConfig, Takes(("max_new_tokens", "stop"))] = AnswerConfig(max_new_tokens=1024)
     quiet: Annotated[bool, QUIET] = False
-    """Print only the responses. Warnings and errors are still printed."""
+    """Print only the answers. Warnings and errors are still printed."""
 
     def run(self) -> int:
         from peagle.cli.processes import run_together

@@ -17,7 +17,7 @@ class Up:
 
     By default each replica prefills and decodes. With --prefill N, N more
     replicas prefill and hand the requests over to those that decode, so that a
-    long prompt does not delay other responses. Ctrl-C stops all replicas.
+    long prompt does not delay other answers. Ctrl-C stops all replicas.
 
     Whoever reaches Ray's ports can run code: run a cluster on a trusted network
     only. Without --address the ports are on loopback, except one per replica,

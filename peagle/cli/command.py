@@ -419,7 +419,7 @@ def require_extra(what: str, extra: str) -> Iterator[None]:
 
 
 def refuse_other_options(settings: Any, option: str, allowed: Sequence[str], source: str) -> None:
-    """Raise InputError if options are typed beside one that reads them from a file. allowed: fields that may be."""
+    """Raise InputError if options are typed with one that reads them from a file. allowed: fields that may be."""
     if others := [other for other in changed_options(settings) if other.name not in allowed]:
         raise InputError(
             f"{option} takes its options from {source}; leave out {others[0].names[-1]}, or start a new run with "

@@ -17,7 +17,7 @@ class FrequentTokens:
 
       from training data
         [cyan]peagle frequent-tokens DATA/shard_*.safetensors --out TOKENS.json[/cyan]
-      from the responses of peagle generate --json
+      from the answers of peagle generate --json
         [cyan]peagle frequent-tokens OUT.json --out TOKENS.json[/cyan]
     """
 

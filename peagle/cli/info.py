@@ -30,8 +30,8 @@ class Info:
     """Target, drafter, or both; demo, demo-eagle3, demo-dflash: the package's own. Default: demo demo."""
     load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()
     role: Annotated[Literal["both", "prefill", "decode"] | None, Flag(PLAN, "ROLE")] = None
-    """Also print the cache memory of an engine, and how many tokens fit. prefill: one for prompts alone; decode: for
-    answers alone; both."""
+    """Also print the cache memory of an engine, and how many tokens fit. prefill: it only prefills prompts; decode: it
+    only decodes; both: it does both."""
     mesh: Annotated[str | None, Flag(PLAN, "tp=N,ep=N,dp=N")] = None
     """Also print what each device of this mesh holds of the target. The devices need not be present."""
     slots: Annotated[int | None, Flag(PLAN, "N")] = None

@@ -46,7 +46,7 @@ class Parity:
     num_speculative_tokens: Annotated[int, Flag(SPECULATION, "K", ("-k", "--num-speculative-tokens"))] = 5
     """Tokens drafted per step (K)."""
     max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 64
-    """Maximum tokens of a response, 2 or more."""
+    """Maximum tokens of an answer, 2 or more."""
     reference_steps: Annotated[int, Flag(RUNNING, "N")] = 6
     """Steps, 1 or more, to compare with the float64 reference, which is slow."""
     json: Annotated[str | None, JSON] = None

@@ -1,4 +1,4 @@
-"""Run a command in several processes: process 0 runs it, the others follow (peagle.processes)."""
+"""Run a command in several processes: process 0 runs it, the others work for it (peagle.processes)."""
 
 import functools
 import importlib.metadata
@@ -12,24 +12,24 @@ from typing import Any, TypeVar
 from peagle.cli.command import record
 from peagle.cli.output import say
 from peagle.config import LoadConfig
-from peagle.engine.remote import Lead
-from peagle.loading import resolve_layout
+from peagle.engine.remote import Coordinator
 from peagle.loading import load as load_models
+from peagle.loading import resolve_layout
 from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
 from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_rendezvous
-from peagle.workflows.follow import follow
+from peagle.workflows.worker import work
 
 Settings = TypeVar("Settings")
 NOTICED_S = 2.0  # a process learns within this time, by its connection, that another one has ended
 _complain = functools.partial(say, "error")
-_leads: list[Lead] = []  # one, if this is process 0 of several
+_coordinators: list[Coordinator] = []  # one, if this is process 0 of several
 
 
 def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings], int]) -> int:
-    """Run a command in process 0, or follow it in another process. Return the exit code.
+    """Run a command in process 0, or work for process 0 in another one. Return the exit code.
 
     Raises InputError for options that contradict one another, or that differ from those of the other processes.
     """
@@ -47,13 +47,13 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
     if rendezvous.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 prints them
         team = join(rendezvous, hello, _complain)
-        return _run_to_end(team, lambda: follow(team))
+        return _run_to_end(team, lambda: work(team))
     team = gather(rendezvous, hello, _complain)
-    _leads.append(Lead(team.send))
+    _coordinators.append(Coordinator(team.send))
     try:
         return _run_to_end(team, lambda: run(settings))
     finally:
-        _leads.clear()
+        _coordinators.clear()
 
 
 def _run_to_end(team: Team, run: Callable[[], int]) -> int:
@@ -81,11 +81,13 @@ def _run_to_end(team: Team, run: Callable[[], int]) -> int:
 
 def load_in_all(options: Mapping[str, Any], progress: Callable[[int, int], None] | None) -> Pair:
     """Load a pair (peagle.loading.load), in all processes if there are several."""
-    if not _leads:
+    if not _coordinators:
         return load_models(**options, progress=progress)
-    (lead,) = _leads
+    (coordinator,) = _coordinators
     dtype, experts = resolve_layout(*(options[name] for name in ("target", "dtype", "experts", "kernels")))
     decided = {**options, "dtype": dtype, "experts": experts}
     message = {"load": decided, "kernels": native.status()[0]}
-    pair: Pair = lead.together(message, lambda: load_models(**decided, progress=progress, lead=lead))
+    pair: Pair = coordinator.together(
+        message, lambda: load_models(**decided, progress=progress, coordinator=coordinator)
+    )
     return pair

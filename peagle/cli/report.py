@@ -50,7 +50,7 @@ class Report:
     def run(self) -> int:
         """Write the pages into --out, or of one run into its own directory. Return the exit code."""
         from peagle.cli.display import Display
-        from peagle.measure.sweep import page
+        from peagle.measure.sweep import layout
         from peagle.measure.sweep.compare import differences
         from peagle.measure.sweep.figures import alone, rows
         from peagle.measure.sweep.headline import headlines
@@ -68,14 +68,14 @@ class Report:
                 raise InputError(f"{empty[0]} holds no request with all of its repeats; resume the run first")
             if len(folders) == 1:
                 (folder,) = folders
-                blocks = functools.partial(page.run_blocks, folder, figures[folder])
-                tables = list(page.terminal_tables(folder, figures[folder]))
+                blocks = functools.partial(layout.run_blocks, folder, figures[folder])
+                tables = list(layout.terminal_tables(folder, figures[folder]))
                 sentences = headlines(folder, figures[folder])
             else:
                 compared = [differences(folders[0], folder) for folder in folders[1:]]
-                blocks = functools.partial(page.comparison_blocks, figures, compared)
-                tables = list(page.difference_tables(folders, compared))
-                sentences = page.comparison_sentences(folders, compared)
+                blocks = functools.partial(layout.comparison_blocks, figures, compared)
+                tables = list(layout.difference_tables(folders, compared))
+                sentences = layout.comparison_sentences(folders, compared)
         finish(display, tables, sentences, self.out or folders[0].path, blocks)
         return 0
 

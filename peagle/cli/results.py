@@ -72,12 +72,12 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
         if run.engine.synthetic_acceptance is not None:
             lines.append(("SYNTHETIC", "drafts were accepted at the typed rates: only the speeds are real"))
         lines.append(("acceptance", _acceptance(summary, run)))
-        if run.costs is not None and run.drafting_cannot_pay:
+        if run.costs is not None and run.drafting_cannot_gain:
             most = run.engine.num_drafts
             plain_steps = float(run.costs.at(1, 1, most).verify[1 + most])
             cost = f"a step that verifies {most} drafts takes as long as {plain_steps:.1f} plain steps"
             emits = f"emits at most {most + 1} tokens; decoded plainly"
-            lines.append(("costs", f"drafting cannot pay here: {cost} and {emits}"))
+            lines.append(("costs", f"drafting cannot save time here: {cost} and {emits}"))
         lines.append(("plain", _comparison(run, summary)))
     if run.prefix_cache is not None and run.prefix_cache.num_hits:
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
@@ -201,7 +201,7 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
     if adaptive:
         steps += f", {summary['num_plain_steps']} plain"
         if not summary["num_spec_steps"]:
-            why = "since none was likely enough to pay (-k K verifies K in every step)"
+            why = "since none was likely enough to save time (-k K verifies K in every step)"
             return f"no draft was verified, {why} | {steps}"
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if adaptive:

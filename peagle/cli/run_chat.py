@@ -26,11 +26,11 @@ from peagle.workflows.run import Run, RunConfig, run
 PROMPT = "> "
 RESET, EXIT = "/reset", "/exit"
 _COMMAND = re.compile(r"/[a-z]+")
-WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops a response"
+WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops an answer"
 
 
 def chat(settings: Chat) -> int:
-    """Run a chat and return the exit code. Only responses go to standard output.
+    """Run a chat and return the exit code. Only answers go to standard output.
 
     Raises InputError for bad options before it reads a message, and KeyboardInterrupt after Ctrl-C at the prompt.
     """
@@ -91,7 +91,7 @@ class ChatLoop:
                 say("error", str(error))
 
     def _answer(self, message: str) -> None:
-        """Stream the response to a message, and add both to the history. After Ctrl-C, add what was generated."""
+        """Stream the answer to a message, and add both to the history. After Ctrl-C, add what was generated."""
         conversation = Conversation("the conversation", turns=(message,), history=tuple(self._history))
         self._check_length(conversation)
         try:
@@ -124,7 +124,7 @@ def summary_line(done: Run) -> str:
     if result.num_cached_tokens:
         parts.append(f"{result.num_cached_tokens} of {len(result.request.prompt_ids)} prompt tokens cached")
     if summary["num_plain_steps"] and not summary["num_spec_steps"]:
-        parts.append("nothing drafted, since it does not pay here (-k K drafts anyway)")
+        parts.append("nothing drafted, since it saves no time here (-k K drafts anyway)")
     elif done.engine.num_speculative_tokens:
         parts.append(f"acceptance length {figure_text(summary['acceptance_length'], '.2f')}")
         if done.compares:

@@ -43,7 +43,7 @@ def start_fleet(settings: Up) -> int:
     def stop(*_: Any) -> None:
         if not signals.add():
             return
-        if stopped.is_set():  # the second signal: do not wait for open responses
+        if stopped.is_set():  # the second signal: do not wait for open answers
             raise KeyboardInterrupt
         stopped.set()
 

@@ -132,7 +132,7 @@ def _check(settings: Data) -> CheckedData:
     config = target.config
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
-    aux_layers = chosen_aux_layers(settings.taps, config.num_layers) if settings.hidden else ()
+    aux_layers = chosen_aux_layers(settings.aux_layer_ids, config.num_layers) if settings.hidden else ()
     warnings, typed = [line for prompts in sets for line in prompts.warnings], settings.engine.context
     context = min(typed or config.max_positions, config.max_positions)
     if typed not in (None, context, Data.engine.context):
@@ -345,7 +345,7 @@ def _manifest(
         "context": settings.engine.context,
         "rendering": dataclasses.asdict(settings.rendering),
         "sampling": dataclasses.asdict(settings.sampling),
-        "taps": list(aux_layers),
+        "aux_layer_ids": list(aux_layers),
         "top": settings.top,
         **({} if settings.keep_prompt is None else {KEPT: settings.keep_prompt}),
     }

@@ -8,7 +8,7 @@ import numpy as np
 
 from drafter.config import DrafterConfig
 from drafter.dialects import is_drafter_config, named_aux_layers
-from drafter.load import doubtful_map, inspect_drafter
+from drafter.load import inspect_drafter, map_warning
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
@@ -28,7 +28,7 @@ from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, shared_slots
 from peagle.engine.speculation import SPECULATION_FILE
-from peagle.fit import chosen_window, describe_aux_layers, doubtful_aux_layers, fitting_aux_layers, windowed
+from peagle.fit import aux_layers_warning, chosen_window, describe_aux_layers, fitting_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
 from peagle.ops.checkpoint import CONFIG, Checkpoint, read_json, weight_files
@@ -77,9 +77,9 @@ def inspect(settings: Info) -> int:
     warnings = []
     for name, path, checkpoint, config in drafters:
         tables[path] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
-        warnings.append(doubtful_map(checkpoint, config))
+        warnings.append(map_warning(checkpoint, config))
         if not targets and aux_layer_ids is None:
-            warnings.append(doubtful_aux_layers(named_aux_layers(checkpoint.config), name))
+            warnings.append(aux_layers_warning(named_aux_layers(checkpoint.config), name))
     for name, path in paths:
         _print_table(name, *tables[path])
     if targets and drafters:
@@ -158,7 +158,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         (f"KV cache per {TOKENS:,} tokens", f"{_memory_of(per_token)} (full layers)"),
         ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP})"),
         ("with --retain-full-kv", f"{_memory_of(retained)} per {TOKENS:,} tokens, and no pages per slot"),
-        (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
+        (f"prefill of {PROMPT:,} tokens", f"about {_prefill_memory(c)}, plus the caches"),
         ("default aux layers", aux_layers),
         ("stop tokens", stop_tokens),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
@@ -222,8 +222,8 @@ def drafter_rows(
         ("MLP", f"{c.mlp_width:,} wide"),
         ("proposes", proposes),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
-        *([] if c.most_drafts is None else [("block", f"{c.block_size} rows: up to {c.most_drafts} drafts")]),
-        ("aux layers", f"{c.num_taps}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
+        *([] if c.block_drafts is None else [("block", f"{c.block_size} rows: up to {c.block_drafts} drafts")]),
+        ("aux layers", f"{c.num_aux_layers}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
         ("window", window),
         ("drafts by auto", _drafts(path)),
         ("parameters", f"{parameters:,}"),
@@ -256,15 +256,15 @@ def engine_rows(
         models.append(_drafter_pages(drafter_config))
         weights += drafter_weight_bytes(path, dtype, implementation=for_weights())
     groups, page_values = ([item for items in both for item in items] for both in zip(*models, strict=True))
-    most_drafts = None if drafter_config is None else drafter_config.most_drafts
-    sizing = Sizing(tuple(groups), tuple(page_values), config, most_drafts)
+    block_drafts = None if drafter_config is None else drafter_config.block_drafts
+    sizing = Sizing(tuple(groups), tuple(page_values), config, block_drafts)
     num_pages = sizing.num_pages
     reserved = sum(count * size for count, size in zip(num_pages, page_values, strict=True))
     windows = [count for count, group in zip(num_pages, groups, strict=True) if group.window is not None]
     fits = "any number: every layer has a window"
     if sum(sizing.page_bytes):
         fitting = sizing.full_pages_in((available_memory_bytes() - weights) // dtype.itemsize)
-        fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({dtype.name})"
+        fits = f"{max(fitting, 0) * PAGE_SIZE:,} in the memory that the weights leave now ({dtype.name})"
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
     requests = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
     return [

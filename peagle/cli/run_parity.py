@@ -123,7 +123,8 @@ def _report_lines(findings: Findings, settings: Parity) -> Iterator[str]:
         )
         yield f"             {difference.explanation or 'no known fault explains it'}"
     yield (
-        f"acceptance   {findings.seen:.2f} tokens a step at K = {settings.num_speculative_tokens}, {settings.render}; "
+        f"acceptance   {findings.acceptance_length:.2f} tokens a step at K = {settings.num_speculative_tokens}, "
+        f"{settings.render}; "
         f"expected of this checkpoint {findings.expected:.2f}"
     )
     if findings.vocabulary is not None:

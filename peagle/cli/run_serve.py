@@ -24,17 +24,17 @@ from peagle.ops.memory import format_size
 from peagle.pair import Pair
 from peagle.serve.app import create_app
 from peagle.serve.batch import BatchFile, Counts, check_files
+from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.http import ANY_ORIGIN
-from peagle.serve.loop import EngineLoop
-from peagle.serve.requests import RequestBuilder
+from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.server import Server, ServerOptions, listen, on_loopback
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import RESPONSE_OPTIONS, ResponseStore
 
 DEMO_NAME = "peagle-demo"
 FAILED = 1  # exit codes
 ALL_REFUSED = 3
-MAX_QUEUE = 1 << 30  # of a file: no limit, because a line may ask for many responses, and no client waits
+MAX_QUEUE = 1 << 30  # of a file: no limit, because a line may ask for many answers, and no client waits
 LINES_PER_SLOT = 2  # of a file: in flight, so that no slot waits for the next line
 
 
@@ -56,7 +56,7 @@ def serve(settings: Serve) -> int:
             display.note("loading and compiling; connections wait until the server is ready")
         engine, builder, name = load_engine(settings, models, display)
         loop = EngineLoop(engine, settings.max_queue)
-        service = Service(
+        shared = SharedState(
             loop,
             builder,
             name,
@@ -73,10 +73,10 @@ def serve(settings: Serve) -> int:
             keep_alive_s=settings.keep_alive,
             ready=lambda url: display.note(f"ready: {url}/v1"),
             note=display.note,
-            unread=service.metrics.unread.inc,
+            unread=shared.metrics.unread.inc,
         )
         try:
-            Server(create_app(service), loop, options).run([address])
+            Server(create_app(shared), loop, options).run([address])
         finally:
             loop.close()
     if loop.failure is not None:
@@ -95,7 +95,7 @@ def answer_file(settings: BatchCommand) -> int:
     engine, builder, name = load_engine(settings, models, display, "answering as")
     loop = EngineLoop(engine, MAX_QUEUE)
     batch = BatchFile(
-        Service(loop, builder, name), settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots
+        SharedState(loop, builder, name), settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots
     )
     started = time.perf_counter()
     try:

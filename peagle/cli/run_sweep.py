@@ -16,11 +16,11 @@ from peagle.config import AUTO, Drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure.provenance import provenance
-from peagle.measure.sweep import calibration, page
+from peagle.measure.sweep import calibration, layout
 from peagle.measure.sweep.figures import VariantRow, alone, concurrent, rows
 from peagle.measure.sweep.headline import headlines
 from peagle.measure.sweep.plan import FULL, PLAIN, Plan, PromptSource, numbers, parse_ks, short_names
-from peagle.measure.sweep.run import Models, Pairs, SweepRun, make_requests, models_of, num_turns
+from peagle.measure.sweep.runner import Models, Pairs, SweepRun, make_requests, models_of, num_turns
 from peagle.measure.sweep.store import RAW, Folder, begin, open_run
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
@@ -104,7 +104,7 @@ def _measure(
 ) -> SweepRun:
     """Decode the missing requests, with progress. origin: provenance of this process."""
     if settings.resume:
-        folder.save(sittings=[*folder.origins, origin], rows=None)
+        folder.save(origins=[*folder.origins, origin], rows=None)
     if folder.prompts() is None:
         with display.stage("reading the prompts", animated=False) as progress:
             try:
@@ -145,7 +145,7 @@ def _rows_without_drafts(figures: Sequence[VariantRow]) -> Iterator[str]:
             at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
             yield (
                 f"{row.workload.label}{at_once}: K = {row.label} verified no draft, since by measured times none "
-                "was likely enough to pay; its speed-up compares plain decoding with itself"
+                "was likely enough to save time; its speed-up compares plain decoding with itself"
             )
 
 
@@ -157,8 +157,8 @@ def _finish(folder: Folder, display: Display) -> Sequence[VariantRow]:
         if folder.plan.concurrent:
             record["by_concurrency"] = [row.to_json() for row in concurrent(figures)]
         folder.save(**record)
-    tables, sentences = page.terminal_tables(folder, figures), headlines(folder, figures)
-    finish(display, tables, sentences, folder.path, lambda: page.run_blocks(folder, figures))
+    tables, sentences = layout.terminal_tables(folder, figures), headlines(folder, figures)
+    finish(display, tables, sentences, folder.path, lambda: layout.run_blocks(folder, figures))
     return figures
 
 

@@ -17,10 +17,10 @@ from drafter.config import DrafterConfig
 from drafter.dialects import Dialect
 from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
-from drafter.train.batches import RowBatches
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, MOVABLE, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
+from drafter.train.row_batches import RowBatches
 from drafter.train.shards import WEIGHTS
 from drafter.train.step import FrozenWeights, devices_for
 from drafter.train.trainer import Deadline, Trainer, TrainingStopped
@@ -122,8 +122,8 @@ def train(settings: Train) -> int:
         prompts = read_prompts(Path(settings.evaluate), checked.directory, Rendering(), strict=settings.strict)
         display.warn(prompts.warnings)
     if layers := checked.config.aux_layer_ids:
-        chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
-        why = "as given" if chosen else "early, in the middle and late, as EAGLE-3 takes them; --taps names others"
+        chosen = settings.shape.init or settings.shape.aux_layer_ids
+        why = "as given" if chosen else "the default, as EAGLE-3's; choose with --aux-layer-ids"
         display.note(f"reads the outputs of the target's layers {', '.join(map(str, layers))}: {why}")
     trainer, initial = _trainer(checked, settings, prompts, display)
     begun, out, documents = checked.begun, checked.out, checked.data.documents
@@ -239,7 +239,7 @@ def _check(settings: Train) -> CheckedTraining:
     if config.kind == "DFlash" and settings.dialect != "vllm":
         raise InputError(f"--dialect is {settings.dialect}; expected vllm: a DFlash drafter has a layout of its own")
     if settings.evaluate is not None:
-        check_block(settings.num_speculative_tokens, config.most_drafts)
+        check_block(settings.num_speculative_tokens, config.block_drafts)
     if vocab is not None:  # raises InputError if no answer of the data has a token of the vocabulary
         data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)
     check_tokens(data.documents, config, shape)

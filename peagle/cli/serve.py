@@ -39,7 +39,7 @@ class Serve(Served):
     """Serve an OpenAI-compatible HTTP API.
 
     Chat completions, completions and responses, with continuous batching; also
-    GET /health and GET /metrics. After Ctrl-C or SIGTERM, open responses finish
+    GET /health and GET /metrics. After Ctrl-C or SIGTERM, open answers finish
     first.
 
     [bold]Examples[/bold]
@@ -70,7 +70,7 @@ class Serve(Served):
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64
     """Requests that may wait for a slot; further ones get status 429."""
     max_body: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
-    """Largest request, in bytes; also of the kept items that it names."""
+    """Largest request, in bytes. The stored items that it names may have as many."""
     max_unsent: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
     """Bytes of a stream that may wait for a slow client; a stream with more ends with an error."""
     response_store: Annotated[int, Flag(SERVER, "BYTES")] = 256_000_000
@@ -81,7 +81,7 @@ class Serve(Served):
     allow_origin: Annotated[tuple[str, ...], Flag(SERVER, "ORIGIN")] = ()
     """Site whose pages may call this server from a browser (CORS), such as https://example.org; *: any. Repeatable."""
     drain: Annotated[int, Flag(SERVER, "SECONDS")] = 30
-    """Time for open responses to finish after SIGTERM or Ctrl-C."""
+    """Time for open answers to finish after SIGTERM or Ctrl-C."""
     keep_alive: Annotated[int, Flag(SERVER, "SECONDS")] = 75
     """Time that a connection stays open between two requests."""
     quiet: Annotated[bool, QUIET] = False

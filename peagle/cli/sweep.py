@@ -10,7 +10,7 @@ from peagle.config import LoadConfig
 from peagle.ops.flag import MODEL, OUTPUT, PROMPT, RUNNING, SAMPLING, SPECULATION, Flag, check_least
 
 LOADED = Takes(("target", "aux_layer_ids", "download", "dtype", "experts", "kernels"))
-# allowed beside --resume, because they do not change the measurements
+# allowed with --resume, because they do not change the measurements
 FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
 
@@ -46,9 +46,9 @@ class Sweep:
     drafter: Annotated[str | None, Flag(MODEL, "DIR,DIR|ngram")] = None
     """Drafters, separated by commas; every K runs with each. Default: the demo drafter."""
     draft_vocab: Annotated[str, Flag(SPECULATION, "N,N|full")] = "full"
-    """Draft vocabularies, as of speculate --draft-vocab, or full; every K runs with each."""
+    """Draft vocabularies (see peagle speculate --help), or full; every K runs with each."""
     drafter_window: Annotated[str, Flag(SPECULATION, "N,N|auto|off")] = "auto"
-    """Drafter windows, as of speculate --drafter-window; every K runs with each."""
+    """Drafter windows (see peagle speculate --help); every K runs with each."""
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
     prompts: Annotated[tuple[Path, ...], PROMPT_FILE] = ()
     """Prompt file, in a format of peagle speculate; repeatable. Default: the demo's held-out prompts."""
@@ -63,9 +63,9 @@ class Sweep:
     max_prompt_tokens: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Longest prompt, in tokens, 1 or more. Default: the model's limit."""
     too_long: Annotated[Literal["skip", "error"], Flag(PROMPT, "HOW")] = "skip"
-    """Longer prompts. skip: leave them out and count them; error: refuse to run."""
+    """What to do with longer prompts. skip: leave them out and count them; error: refuse to run."""
     buckets: Annotated[str, Flag(OUTPUT, "N,N")] = "128,512,2048"
-    """Prompt lengths at which the report begins a new bucket."""
+    """Prompt lengths that separate the buckets of the report."""
     temperature: Annotated[str, Flag(SAMPLING, "T,T")] = "0"
     """Sampling temperatures, each measured on its own; 0: greedy."""
     seed: Annotated[int, Flag(SAMPLING, "S")] = 0
@@ -78,7 +78,7 @@ class Sweep:
     concurrency: Annotated[str | None, Flag(RUNNING, "N,N")] = None
     """Also decode all requests N at a time, plainly and with each K, and report the total throughput."""
     max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 256
-    """Maximum tokens of a response, 2 or more."""
+    """Maximum tokens of an answer, 2 or more."""
     resume: Annotated[bool, Flag(RUNNING)] = False
     """Resume the run in --out by its stored plan."""
     dry_run: Annotated[bool, Flag(RUNNING)] = False

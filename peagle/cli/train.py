@@ -13,7 +13,7 @@ from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
-# allowed beside --resume, because they change only for how long the training runs, what it shows, and where files are
+# allowed with --resume, because they change only for how long the training runs, what it shows, and where files are
 SHOWN = ("evaluate_every", "evaluate_prompts", "strict", "quiet")
 RESUMABLE = ("steps", "minutes", "mesh", "save_every", *SHOWN, *MOVABLE)
 
@@ -22,7 +22,7 @@ RESUMABLE = ("steps", "minutes", "mesh", "save_every", *SHOWN, *MOVABLE)
 class Train:
     """Train a P-EAGLE, EAGLE-3 or DFlash drafter.
 
-    Reads the output of peagle data. Writes the recipe, the log, checkpoints and a
+    Reads what peagle data wrote. Writes the recipe, the log, checkpoints and a
     plot of the training, and at the end or after Ctrl-C the best drafter so far.
     The same command, or --resume, resumes after the last checkpoint.
 
@@ -44,7 +44,7 @@ class Train:
     """
 
     data: Annotated[tuple[str, ...], Flag(DATA, "DIR[:SHARE]")] = ()
-    """Output of peagle data; repeatable. SHARE: its share of the training rows, relative to the other --data."""
+    """Directory of peagle data; repeatable. SHARE: its share of the training rows, relative to the other --data."""
     mix: Annotated[str | None, Flag(DATA, "LEN:SHARE,...")] = None
     """Weights among the rows of a step by length of the document: up to LEN tokens, such as 512:5,2048:2,4096:1."""
     out: Annotated[str, Flag(OUTPUT, "DIR")]
@@ -72,7 +72,7 @@ class Train:
     evaluate_every: Annotated[int, Flag(RUNNING, "STEPS")] = 200
     """Steps between evaluations; 0: only at the end."""
     evaluate_prompts: Annotated[int, Flag(RUNNING, "N")] = 20
-    """Prompts of an evaluation: the first N, 1 or more."""
+    """Evaluate with the first N prompts, 1 or more."""
     held_out: Annotated[float | None, Flag(DATA, "P")] = None
     """Fraction of the documents to hold out, 0 to 0.5; the step that is best on them is kept. 0 keeps the last step.
     Default: 0.1; with --evaluate, its prompts are held out instead."""

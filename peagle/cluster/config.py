@@ -19,7 +19,7 @@ LOAD_FIELDS = (
 ENGINE_FIELDS = Takes(
     ("num_speculative_tokens", "context", "kv_memory", "prefix_cache", "slots"),
     {
-        "context": "Context length in tokens: the most of one request, prompt plus response. Default: 4096, or the "
+        "context": "Context length in tokens: the most of one request, prompt plus answer. Default: 4096, or the "
         "model's limit if that is less.",
         "kv_memory": "Memory for the keys and values of all requests together, such as 4GB; requests that need more "
         "wait. auto: the context of every slot, of which 8192 positions count at most. SIZE is that of a replica.",
@@ -63,8 +63,8 @@ class FleetConfig:
     """CPUs per replica, for Ray."""
     num_gpus: Annotated[float, Flag(MACHINE, "N")] = 0.0
     """GPUs per replica, for Ray."""
-    keys: Sequence[str] = field(default=(), repr=False)  # see peagle.serve.service.Service
-    hosts: Sequence[str] | None = None  # see peagle.serve.service.Service
+    keys: Sequence[str] = field(default=(), repr=False)  # see peagle.serve.shared_state.SharedState
+    hosts: Sequence[str] | None = None  # see peagle.serve.shared_state.SharedState
     date: str = DEFAULT_DATE  # for chat templates that show one
     patience_s: float = 600.0  # without a chunk, before an answer ends with an error; longer than any queue
     route_by_prefix: bool = True  # send a prompt to the replica that has its prefix, if there are prefix caches

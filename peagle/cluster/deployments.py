@@ -33,10 +33,10 @@ from peagle.engine.resolved import Role
 from peagle.loading import load
 from peagle.ops.errors import InputError
 from peagle.serve.app import create_app
+from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import EngineLoop
-from peagle.serve.requests import RequestBuilder
-from peagle.serve.service import Service
+from peagle.serve.request_builder import RequestBuilder
+from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import RESPONSE_OPTIONS, ResponseStore
 
 UNLIMITED = 1_000_000  # ongoing calls per replica: engines have their own queues
@@ -200,7 +200,7 @@ class Application:
         self._watching = asyncio.get_running_loop().create_task(fleet.watch())
         responses = ResponseStore(config.response_store, config.response_ttl, RESPONSE_OPTIONS)
         name = config.served_model_name or NAME
-        self._service = Service(fleet, builder, name, config.keys, hosts=config.hosts, responses=responses)
+        self._service = SharedState(fleet, builder, name, config.keys, hosts=config.hosts, responses=responses)
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self._service)

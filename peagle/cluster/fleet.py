@@ -1,4 +1,4 @@
-"""Run the requests of a service in engines of other processes. Does not import Ray.
+"""Run the requests of a server in engines of other processes. Does not import Ray.
 
 Aggregated, a replica prefills and decodes. Disaggregated, one replica prefills, and another one decodes:
 
@@ -22,8 +22,8 @@ from peagle.engine.admission import check_grammar
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
+from peagle.serve.engine_loop import LOADING_RETRY_S, ChunkQueue, Status, T, check_room, read_chunks
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import LOADING_RETRY_S, ChunkQueue, Status, T, check_room, read_chunks
 
 PREFILL_TRIES = 3
 PROBE_S, RETRY_S = 5.0, 0.5  # between probes of the replicas: if they answer, if not
@@ -73,14 +73,14 @@ class FleetEngine:
 
 @dataclass(eq=False)
 class FleetCall:
-    """The requests of one HTTP request (see peagle.serve.loop.Call): a task for each."""
+    """The requests of one HTTP request (see peagle.serve.engine_loop.Call): a task for each."""
 
     requests: Sequence[Request]
     queue: ChunkQueue = field(default_factory=asyncio.Queue)
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """See peagle.serve.loop.EngineCall."""
+        """See peagle.serve.engine_loop.EngineCall."""
         return read_chunks(self.queue, len(self.requests), lambda index: self.tasks[index].cancelling() > 0)
 
     def abort(self, index: int) -> None:
@@ -94,7 +94,7 @@ class FleetCall:
 
 
 class Fleet:
-    """The engines of other processes, as a peagle.serve.loop.Loop.
+    """The engines of other processes, as a peagle.serve.engine_loop.Loop.
 
     most_open: the most requests at once. patience_s: seconds without a chunk after which an answer ends with an error,
     since there may be no replica left. The status is "loading" until replicas answer a `probe`.

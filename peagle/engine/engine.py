@@ -10,8 +10,9 @@ were computed after a request ended are dropped.
 Before a dispatch, requests get the pages that it may fill (peagle.engine.request_pages). If there are too few, the
 latest request is preempted: it loses its pages and is later recomputed from the tokens that it has emitted.
 
-If a request has a grammar, its steps are cut in two (`_cut_step`): the host computes the token masks from the drafts
-while the target verifies them. Whole steps of the other requests alternate with cut ones (peagle.engine.scheduler).
+If a request has a grammar, its steps are split in two (`_split_step`): the host computes the token masks from the
+drafts while the target verifies them. Whole steps of the other requests alternate with split ones
+(peagle.engine.scheduler).
 
     device | propose | verify                              | accept | propose | verify
     host   | dispatch, read what was sent before, masks, dispatch | dispatch ...
@@ -28,7 +29,6 @@ import numpy as np
 
 from peagle.engine import handoff
 from peagle.engine.admission import Admission
-from peagle.engine.batches import StepBatch, StepBatches
 from peagle.engine.collect import Collector, InFlight
 from peagle.engine.constrained import Constrained
 from peagle.engine.executor import Executor
@@ -43,6 +43,7 @@ from peagle.engine.request_pages import RequestPages
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.state import SlotParams
+from peagle.engine.step_batches import StepBatch, StepBatches
 from peagle.engine.timing import LoopClock, LoopTimes
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import CostTable, Counts
@@ -315,7 +316,7 @@ class Engine(AnyEngine):
         return self._guarded(self._send) + self._guarded(self._receive)
 
     def send(self) -> Chunks:
-        """Run the first half of a step: send the next dispatch. Waits for the device only in a cut step.
+        """Run the first half of a step: send the next dispatch. Waits for the device only in a split step.
 
         For the driver of several engines, which alternates `send` and `receive`. Raises as `step` does.
         """
@@ -353,8 +354,8 @@ class Engine(AnyEngine):
         chunks: Chunks = []
         if isinstance(action, Chunk):
             self._prefill(action)
-        elif isinstance(action, Steps) and action.cut:
-            chunks = self._cut_step(action)
+        elif isinstance(action, Steps) and action.split:
+            chunks = self._split_step(action)
         elif isinstance(action, Steps):
             self._whole_steps(action)
         elif not self._in_flight:
@@ -388,7 +389,7 @@ class Engine(AnyEngine):
         self._clock.read(sent, now)
         for handle in sent.requests:
             if handle is not None:
-                handle.ahead -= sent.most_tokens
+                handle.rows_in_flight -= sent.most_tokens
         return self._collector.read(sent, values, now)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ class Engine(AnyEngine):
             return None
         assert handle.table is not None
         token_ids, known = handle.computed_ids, handle.table.num_cached_tokens
-        handle.ahead = 0
+        handle.rows_in_flight = 0
         if handle.hand_off is not None:
             handoff.put(self.executor, self.memory, handle.table, handle.hand_off)
             handle.hand_off, handle.drafter_rows, known = None, len(token_ids), len(token_ids)
@@ -417,11 +418,11 @@ class Engine(AnyEngine):
     def _may_ever_draft(self, handle: Handle) -> bool:
         """Whether a request that begins now may draft at all.
 
-        Not if its own K is 0, or if more requests wait than there are slots and drafting does not pay with all slots
+        Not if its own K is 0, or if more requests wait than there are slots and drafting gains nothing with all slots
         active. A prefill engine does not know the load of the decode engine, so it leaves the choice to it.
         """
         num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
-        crowded = num_waiting > self.config.slots and not self._could_pay(self.config.slots)
+        crowded = num_waiting > self.config.slots and not self._can_gain(self.config.slots)
         return handle.request.num_speculative_tokens != 0 and (not crowded or self.config.role == "prefill")
 
     def _prefill(self, action: Chunk[Handle]) -> None:
@@ -472,7 +473,7 @@ class Engine(AnyEngine):
         result = self.executor.steps(plan, self._step_costs(batch, len(plan)), batch.count, batch.kind)
         self._sent(action, result, batch, self.batches.by_row(batch.rows, len(plan)), sent_s)
 
-    def _cut_step(self, action: Steps) -> Chunks:
+    def _split_step(self, action: Steps) -> Chunks:
         """Run one step of all requests, with masks for those with a grammar; return the chunks read meanwhile."""
         sent_s = self._sending()
         if (batch := self._next_batch(action)) is None:
@@ -487,7 +488,7 @@ class Engine(AnyEngine):
         drafts, read_s = np.asarray(proposed), time.perf_counter()
         requests = self.batches.by_row(batch.rows, len(plan))
         masks, counts = self.constrained.masks(requests, drafts, plan[:, 1].tolist())
-        chunks += self._finish_stuck(batch)
+        chunks += self._finish_failed_grammars(batch)
         if verified.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - read_s
         result = self.executor.accept_and_commit(plan, costs, masks, counts, batch.kind)
@@ -508,23 +509,24 @@ class Engine(AnyEngine):
         """
 
         def choose(count: int) -> StepBatch:
-            drafts = self.config.num_drafts if self._could_pay(self._scheduler.num_active) else 0
-            return self.batches.choose(self._scheduler.decoding, drafts, action.cut, count)
+            drafts = self.config.num_drafts if self._can_gain(self._scheduler.num_active) else 0
+            return self.batches.choose(self._scheduler.decoding, drafts, action.split, count)
 
         batch = choose(action.count)
         for count in (action.count, 1):
-            reach = [self.pages.reach(handle, count, batch.kind.num_drafts) for _, handle in batch.rows]
-            if all(self.pages.reserve(handle, most) for (_, handle), most in zip(batch.rows, reach, strict=True)):
+            drafts = batch.kind.num_drafts
+            lengths = [self.pages.length_after(handle, count, drafts) for _, handle in batch.rows]
+            if all(self.pages.reserve(handle, most) for (_, handle), most in zip(batch.rows, lengths, strict=True)):
                 return dataclasses.replace(batch, count=count) if batch.rows else None
         for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
             if handle.table is not None:
-                self._reserve(handle, self.pages.reach(handle, 1, batch.kind.num_drafts))
+                self._reserve(handle, self.pages.length_after(handle, 1, batch.kind.num_drafts))
         batch = choose(1)  # without the preempted requests
         return batch if batch.rows else None
 
-    def _could_pay(self, num_active: int) -> bool:
-        """Whether drafting can pay at this many active slots; True before costs are measured."""
-        return self.costs is None or self.costs.could_pay(num_active, self.config.num_drafts)
+    def _can_gain(self, num_active: int) -> bool:
+        """Whether drafting can gain at this many active slots; True before costs are measured."""
+        return self.costs is None or self.costs.can_gain(num_active, self.config.num_drafts)
 
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
         """Return the packed costs of a batch's steps, empty unless they are adaptive."""
@@ -542,11 +544,11 @@ class Engine(AnyEngine):
     ) -> None:
         sent = InFlight(action, result, requests, sent_s, batch.kind.num_drafts, batch.count)
         for _, handle in batch.rows:
-            handle.ahead += sent.most_tokens
+            handle.rows_in_flight += sent.most_tokens
         self._in_flight.append(sent)
 
-    def _finish_stuck(self, batch: StepBatch) -> Chunks:
-        """End the requests whose grammar cannot be followed any further; return their last chunks."""
+    def _finish_failed_grammars(self, batch: StepBatch) -> Chunks:
+        """End the requests whose grammar has failed; return their last chunks."""
         chunks = []
         for _, handle in batch.rows:
             matcher = handle.matcher

@@ -13,7 +13,7 @@ from peagle.engine.executor import Executor
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.kv_memory import KVMemory
 from peagle.engine.loop import AnyEngine
-from peagle.engine.remote import Lead
+from peagle.engine.remote import Coordinator
 from peagle.engine.replicas import Replicas
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError, InputWarning
@@ -65,13 +65,13 @@ class Engines:
         replicas: Sequence[ReplicaModels],
         stop_token_ids: tuple[int, ...],
         fingerprints: Fingerprints,
-        lead: Lead | None,
+        coordinator: Coordinator | None,
         memory: FreeMemory,
     ) -> None:
         self.by_config: dict[ResolvedConfig, AnyEngine] = {}
         self.models = replicas[0]
         self._replicas, self._stop_token_ids = replicas, stop_token_ids
-        self._fingerprints, self._lead, self._memory = fingerprints, lead, memory
+        self._fingerprints, self._coordinator, self._memory = fingerprints, coordinator, memory
         self._making = threading.Lock()
 
     def get(self, config: ResolvedConfig) -> AnyEngine:
@@ -87,7 +87,7 @@ class Engines:
                 self._warn_beyond_training(config)
                 self._refuse_beyond_free(config)
                 share = config.share(len(self._replicas))
-                make = Executor if self._lead is None else self._lead.executor
+                make = Executor if self._coordinator is None else self._coordinator.executor
                 engines = []
                 for models in self._replicas:
                     target, drafter = models.of(config.num_drafts > 0)
@@ -151,14 +151,14 @@ class Engines:
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
                 f"after the prompt and the target has {target.max_positions}"
             )
-        check_block(k, getattr(drafter, "most_drafts", None))
+        check_block(k, getattr(drafter, "block_drafts", None))
         window = getattr(drafter, "window", None) if k else None
         if window is not None and window < k + 1:
             raise InputError(
                 f"the drafter's window is {window} positions; expected {k + 1} or more at K = {k}, since a step's rows "
                 f"must see the token they follow: raise --drafter-window, or lower -k to {max(window - 1, 0)}"
             )
-        if self._lead is not None and config.role != "both":
+        if self._coordinator is not None and config.role != "both":
             raise InputError(f"a target over several processes cannot take the role {config.role!r}; leave role out")
 
     def _warn_beyond_training(self, config: ResolvedConfig) -> None:

@@ -1,4 +1,4 @@
-"""Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a cut step.
+"""Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a split step.
 
 The executor is the engine's only door to the device. It holds the state and the pages. Verbs take host values and
 return arrays for the host to read, so several processes can run the same verbs (peagle.engine.remote).
@@ -185,7 +185,7 @@ class Executor:
         self._state = dataclasses.replace(after, target_cache=target_cache, adjustments=adjustments)
 
     def propose(self, plan: np.ndarray, costs: np.ndarray, kind: StepKind) -> jax.Array:
-        """Dispatch the first part of a cut step; return the drafts, whose copy to the host is started."""
+        """Dispatch the first part of a split step; return the drafts, whose copy to the host is started."""
         (models, tree), state = self._drafters, _without_target(self.state)
         program = programs.propose_program(tree, kind, self.shape)
         (drafter_state, lookup_state), self._proposed = program(

@@ -42,7 +42,7 @@ class Handle:
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
     table: PageTable | None = field(default=None, repr=False)  # its pages, while it has a slot
-    ahead: int = 0  # the most rows that dispatches in flight add to `length`
+    rows_in_flight: int = 0  # the most that dispatches in flight add to `length`
     drafter_rows: int = 0  # leading indices of the drafter's pages that are final
     num_published: int = 0  # whole pages at the latest `publish_output`
     num_preempted: int = 0

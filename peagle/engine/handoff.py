@@ -149,7 +149,7 @@ def pack(
             continue
         begin = first // PAGE_SIZE
         numbers = table.pages[layer.group][begin : -(-length // PAGE_SIZE)]
-        assert UNMAPPED not in numbers, "pages that the window reaches"
+        assert UNMAPPED not in numbers, "pages inside the window"
         for part, pages in zip(("key", "value"), executor.read_pages(layer.number, numbers), strict=True):
             rows = pages.reshape(-1, *pages.shape[2:])[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
             tensors[f"{layer.name}.{part}"][...] = rows[:, :: layer.copies]

@@ -179,7 +179,7 @@ def _constrains_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool
 
 
 def _allows_all(schema: Any, *but: str) -> bool:
-    """Whether a schema has only remarks, beside these keywords."""
+    """Whether a schema has only remarks besides these keywords."""
     return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS | {*but})
 
 

@@ -62,20 +62,20 @@ class PageUse:
 class Sizing:
     """How many pages an engine needs, by its config and its models' cache groups.
 
-    page_bytes: of a page of each group. most_drafts: drafts per block of a drafter, which writes the whole block; None:
-    it drafts without blocks.
+    page_bytes: of a page of each group. block_drafts: drafts per block of a drafter, which writes the whole block;
+    None: it drafts without blocks.
     """
 
     groups: tuple[CacheGroup, ...]
     page_bytes: tuple[int, ...]
     config: ResolvedConfig
-    most_drafts: int | None = None
+    block_drafts: int | None = None
 
     @property
     def num_lookahead_tokens(self) -> int:
         """Positions after a request's last token that a step writes."""
         k = self.config.num_drafts
-        return max(k, self.most_drafts or 0) if k else 0
+        return max(k, self.block_drafts or 0) if k else 0
 
     @property
     def rows_ahead(self) -> int:
@@ -94,17 +94,17 @@ class Sizing:
         return self.pages_of(self.config.context + self.num_lookahead_tokens + 1)
 
     def _window_pages(self, window: int, num_rows: int) -> int:
-        """Count the pages that a window and the rows of a pass reach."""
+        """Count the pages that a window and the rows of a pass touch."""
         return min(self.request_pages, -(-(window + num_rows) // PAGE_SIZE) + 2)
 
     @property
     def table_widths(self) -> tuple[int, ...]:
         """Entries of a request's table in each group."""
-        reach = max(self.config.pass_shapes[0][1], self.rows_ahead)
+        num_rows = max(self.config.pass_shapes[0][1], self.rows_ahead)
         return tuple(
             self.request_pages
             if group.window is None or self.config.blocked
-            else self._window_pages(group.window, reach)
+            else self._window_pages(group.window, num_rows)
             for group in self.groups
         )
 
@@ -174,7 +174,7 @@ class KVMemory:
         if isinstance(target, OverDevices):
             self._ranks, self._local_ranks = target.ranks, target.local_ranks
         self.keeps_prefixes = config.prefix_cache > 0
-        self.sizing = Sizing(self.groups, self.page_bytes, config, getattr(drafter, "most_drafts", None))
+        self.sizing = Sizing(self.groups, self.page_bytes, config, getattr(drafter, "block_drafts", None))
         self.num_pages, self.table_widths = self.sizing.num_pages, self.sizing.table_widths
         pairs = zip(self.num_pages, self.groups, strict=True)
         self.pool = PagePool([PageGroup(count, group.window, group.offset) for count, group in pairs], PAGE_SIZE)

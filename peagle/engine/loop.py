@@ -3,7 +3,7 @@
 `AnyEngine.add`, `abort`, `run`, `follow` and `warm_up` are thread-safe. The engine has no thread of its own: one of the
 waiting threads takes the turn, runs iterations of the loop, and puts the chunks of all requests into their inboxes.
 A thread of its own was 14 % slower at one step per dispatch, as fast at 24. A server drives the loop from one thread
-(peagle.serve.loop).
+(peagle.serve.engine_loop).
 """
 
 import abc

@@ -39,9 +39,8 @@ def speculate(target: Target, drafter: Drafter, request: Request, num_drafts: in
     prompt, capacity = list(request.prompt_ids), len(request.prompt_ids) + request.max_new_tokens
     sampling = jax.tree.map(jnp.asarray, SlotParams.of(request, (), target.vocab_size).sampling)
     zero = jnp.zeros((1,), jnp.float32)
-    uncut = dataclasses.replace(
-        sampling, top_k=zero.astype(jnp.int32), top_p=zero + 1, min_p=zero
-    )  # drafts gain nothing from cuts
+    # top-k, top-p and min-p are the target's alone: truncated drafts would not be accepted more often
+    untruncated = dataclasses.replace(sampling, top_k=zero.astype(jnp.int32), top_p=zero + 1, min_p=zero)
     target_cache = target.init_cache(1, capacity, num_drafts + 1)
     drafter_state = drafter.init_state(1, capacity, 2 * num_drafts)  # a pass: up to K + 1 new tokens, K - 1 mask slots
     widths = jnp.asarray([num_drafts], jnp.int32)
@@ -53,7 +52,7 @@ def speculate(target: Target, drafter: Drafter, request: Request, num_drafts: in
     @jax.jit
     def propose(state: PyTree, drafter_input: DrafterInput, first: jax.Array) -> tuple[DraftOutput, PyTree]:
         def draft(logits: jax.Array, token_ids: jax.Array | None, number: int) -> Chosen:
-            return choose(logits, uncut, keys(logits, first + number), token_ids), None
+            return choose(logits, untruncated, keys(logits, first + number), token_ids), None
 
         return drafter.propose(state, drafter_input, widths, num_drafts, draft)
 

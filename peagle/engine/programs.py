@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.engine.adjust import adjust
-from peagle.engine.plans import read_chunk_plan, read_step_plan
+from peagle.engine.pass_plans import read_chunk_plan, read_step_plan
 from peagle.engine.prefill import Prefilled, prefill
 from peagle.engine.propose import Proposed, absorb, propose
 from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs

@@ -71,7 +71,7 @@ def propose(
 ) -> tuple[DecodeState, Proposed]:
     """Propose the drafts of a step. Of the state, only the drafters' parts change.
 
-    always_draft: run the drafter even if its drafts do not pay; the caller has made sure that its input fits one pass
+    always_draft: run the drafter even if its drafts gain nothing; the caller has made sure that its input fits one pass
     of K + 1 rows.
     """
     widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)

@@ -1,11 +1,11 @@
-"""Run the executor's verbs on several processes: one leads, the others follow, verb by verb.
+"""Run the executor's verbs on several processes: the coordinator calls them, the workers repeat each call.
 
-Only the leader has an engine: it schedules, measures and reads. It sends each verb, as name and values, before it calls
-it. State and pages stay in the executor of each process. So a follower needs no scheduler and no tokenizer, and decides
-nothing.
+Only the coordinator, process 0, has an engine: it schedules, measures and reads. It sends each verb, as name and
+values, before it calls it. State and pages stay in the executor of each process. So a worker needs no scheduler and no
+tokenizer, and decides nothing.
 
-    leader     executor.steps(plan, costs, count, kind)      {"verb": "steps", "values": [plan, ..]}
-    follower   executor.steps(plan, costs, count, kind)
+    coordinator  executor.steps(plan, costs, count, kind)      {"verb": "steps", "values": [plan, ..]}
+    worker       executor.steps(plan, costs, count, kind)
 """
 
 import functools
@@ -41,42 +41,44 @@ VERBS = (
 )
 
 
-class Lead:
-    """Sends the messages of a leading process. send: brings a message to all followers, in order."""
+class Coordinator:
+    """Sends the messages of process 0. send: brings a message to all workers, in order."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send, self._executors = send, 0
         self._order = threading.RLock()  # verbs are called in the order in which they are sent
 
     def together(self, message: Message, call: Callable[[], Any]) -> Any:
-        """Send a message, then make the same call as the followers; return the result."""
+        """Send a message, then make the same call as the workers; return the result."""
         with self._order:
             self._send(message)
             return call()
 
     def executor(
         self, target: Target, drafter: Drafter | None, shape: ProgramShape, lookup: Drafter | None = None
-    ) -> "Leading":
-        """Make the executor of an engine, here and on the followers."""
+    ) -> "CoordinatorExecutor":
+        """Make the executor of an engine, here and in the workers."""
         if shape.blocks is not None:
             raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
         number, self._executors = self._executors, self._executors + 1
         drafts = {"drafts": drafter is not None, "lookup": lookup is not None}
         message = {"executor": number, **drafts, "shape": _sent(asdict(shape))}
-        leading: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape, lookup))
-        return leading
+        executor: CoordinatorExecutor = self.together(
+            message, lambda: CoordinatorExecutor(self, number, target, drafter, shape, lookup)
+        )
+        return executor
 
 
-class Leading(Executor):
-    """The executor of the leader. Sends each of VERBS before it calls it."""
+class CoordinatorExecutor(Executor):
+    """The executor in process 0. Sends each of VERBS before it calls it."""
 
-    def __init__(self, lead: Lead, number: int, *models_and_shape: Any) -> None:
+    def __init__(self, coordinator: Coordinator, number: int, *models_and_shape: Any) -> None:
         super().__init__(*models_and_shape)
-        self._lead, self._number = lead, number
+        self._coordinator, self._number = coordinator, number
 
     def sent(self, name: str, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         message = {"of": self._number, "verb": name, "values": _sent(values), "options": _sent(options)}
-        return self._lead.together(message, functools.partial(getattr(Executor, name), self, *values, **options))
+        return self._coordinator.together(message, functools.partial(getattr(Executor, name), self, *values, **options))
 
     def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
         """Compile nothing ahead: all processes compile the same programs in the same order, at their dispatch."""
@@ -86,27 +88,27 @@ class Leading(Executor):
         raise InputError("a target over several processes neither takes nor hands over requests; leave the role out")
 
 
-def _leading(name: str) -> Callable[..., Any]:
+def _sending(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(Executor, name))
-    def call(self: Leading, *values: Any, **options: Any) -> Any:
+    def call(self: CoordinatorExecutor, *values: Any, **options: Any) -> Any:
         return self.sent(name, values, options)
 
     return call
 
 
 for _name in VERBS:
-    setattr(Leading, _name, _leading(_name))
+    setattr(CoordinatorExecutor, _name, _sending(_name))
 
 
-class Follower:
-    """The executors of a following process. models(drafts): see `ReplicaModels.of`."""
+class Worker:
+    """The executors of another process than 0. models(drafts): see `ReplicaModels.of`."""
 
     def __init__(self, models: Callable[[bool], tuple[Target, Drafter | None]], lookup: Drafter | None = None) -> None:
         self._models, self._lookup = models, lookup
         self.executors: dict[int, Executor] = {}
 
     def run(self, message: Message) -> None:
-        """Execute a message of `Lead` or `Leading`."""
+        """Execute a message of `Coordinator` or `CoordinatorExecutor`."""
         if "executor" in message:
             target, drafter = self._models(message["drafts"])
             shape = ProgramShape(**_received(message["shape"], target.vocab_size))

@@ -7,7 +7,7 @@ One program over all devices would compute each prompt on every device, and the 
 chunk. Separate engines prefill different prompts at once, and none waits for another.
 
 One thread drives them all. It sends each engine its next dispatch before it reads any, and reads ready results first.
-So all devices work, however long a dispatch takes. Only a step cut for a grammar makes the host wait for an engine's
+So all devices work, however long a dispatch takes. Only a step split for a grammar makes the host wait for an engine's
 drafts. Answers are those of one engine: no row depends on its slot or its neighbours.
 """
 
@@ -31,7 +31,7 @@ from peagle.engine.timing import LoopTimes
 from peagle.engine.widths import CostTable
 from peagle.ops import interrupt
 
-POLL_S = 1e-4  # between two looks for ready results; short beside a step
+POLL_S = 1e-4  # between two looks for ready results; short compared with a step
 MOST_POLLING_S = 5e-3  # in one step, so that the driver can add requests for idle engines
 STALLED_S = 60.0  # block on an engine after this long, so that the loop's watcher sees the stall
 

@@ -94,7 +94,7 @@ class Drafting(enum.IntEnum):
 
     NEVER = 0
     LOOKUP_ONLY = 1  # the drafter never reads its rows again, because catching up would cost too much
-    ALWAYS = 2  # by the drafter and by lookups, where drafts pay
+    ALWAYS = 2  # by the drafter and by lookups, where drafts gain more than they cost
 
 
 @dataclass(frozen=True)

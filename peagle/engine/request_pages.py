@@ -53,7 +53,7 @@ class RequestPages:
         return both >= target
 
     def _most_tokens(self, handle: Handle) -> int:
-        """Count the positions that a request can reach."""
+        """Count the positions that a request can write at most."""
         request = handle.request
         return len(request.prompt_ids) + request.max_new_tokens + self._memory.sizing.num_lookahead_tokens
 
@@ -61,10 +61,10 @@ class RequestPages:
         """Reserve pages for a request's first tokens; return whether it has them."""
         return handle.table is not None and self._memory.pool.reserve(handle.table, num_tokens)
 
-    def reach(self, handle: Handle, steps: int, num_drafts: int) -> int:
-        """Count the tokens that a request has at most after this many more steps."""
-        ahead = handle.ahead + steps * (num_drafts + 1) + self._memory.sizing.num_lookahead_tokens
-        return min(handle.length + ahead, self._most_tokens(handle))
+    def length_after(self, handle: Handle, steps: int, num_drafts: int) -> int:
+        """Count the positions that a request may have written after this many more steps."""
+        more = handle.rows_in_flight + steps * (num_drafts + 1) + self._memory.sizing.num_lookahead_tokens
+        return min(handle.length + more, self._most_tokens(handle))
 
     def has_drafter_pages(self, handle: Handle) -> bool:
         assert handle.table is not None

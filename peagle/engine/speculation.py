@@ -39,8 +39,6 @@ def read_speculation(directory: Path) -> Speculation:
     value = _object(path)
     try:
         speculation = Speculation()
-        if "drafts" in value:  # a table by load, which nothing reads
-            raise ValueError
         if "num_speculative_tokens" in value:
             speculation = Speculation(_whole(value["num_speculative_tokens"], least=1))
         if "acceptance" in value:

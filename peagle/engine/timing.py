@@ -59,7 +59,7 @@ class LoopClock:
         self.times.busy_s += seconds
         if isinstance(sent.action, Chunk):
             self.latest = replace(self.latest, chunk_s=seconds)
-        elif sent.action.cut:
-            self.latest = replace(self.latest, cut_s=seconds)
+        elif sent.action.split:
+            self.latest = replace(self.latest, split_s=seconds)
         else:
             self.latest = replace(self.latest, step_s=seconds / sent.num_steps)

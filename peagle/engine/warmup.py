@@ -21,7 +21,7 @@ import numpy as np
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
-from peagle.engine.plans import chunk_plan, step_plan
+from peagle.engine.pass_plans import chunk_plan, step_plan
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams
@@ -61,12 +61,12 @@ class WarmUp:
                 kinds -= plain
             kinds |= {dataclasses.replace(kind, keep_drafter_input=False) for kind in plain}
         missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
-        cut = set()
+        split = set()
         if constrained:
             kinds = {batches.kind(drafts, sampled=True, full_logits=True) for drafts in batches.program_drafts}
-            cut = {("cut", kind, size) for kind in kinds for size in batches.sizes} - self._warm
+            split = {("split", kind, size) for kind in kinds for size in batches.sizes} - self._warm
         fully = {"full first token"} - self._warm if full_logits or constrained else set()
-        new = bool(missing or cut or fully or "prompts" not in self._warm)
+        new = bool(missing or split or fully or "prompts" not in self._warm)
         if "prompts" not in self._warm:
             self._prefill()
         if fully:
@@ -79,13 +79,13 @@ class WarmUp:
             interrupt.check()
             engine.executor.steps(plan, kind.no_costs(len(plan)), 1, kind)
         if constrained and engine.config.adaptive:
-            for size in batches.sizes:  # a cut step begins with it
+            for size in batches.sizes:  # a split step begins with it
                 engine.executor.absorb(batches.empty_plan(size))
-        for _, kind, size in sorted(cut, key=str):
+        for _, kind, size in sorted(split, key=str):
             interrupt.check()
-            self._cut_step(kind, size)
+            self._split_step(kind, size)
         engine.executor.settle()
-        self._warm |= missing | cut | fully | {"prompts"}
+        self._warm |= missing | split | fully | {"prompts"}
         return new
 
     def _prefill(self) -> None:
@@ -113,7 +113,7 @@ class WarmUp:
         params = SlotParams.of(request, (), engine.target.vocab_size)
         engine.executor.admit((0,), engine.config.slots * ones, ones, -ones, [params])
 
-    def _cut_step(self, kind: StepKind, size: int) -> None:
+    def _split_step(self, kind: StepKind, size: int) -> None:
         engine = self._engine
         plan = engine.batches.empty_plan(size)
         costs = kind.no_costs(size)

@@ -49,7 +49,7 @@ GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged:
 DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gains drift back to the average of all
 ALL_DRIFT_STEPS = 2048.0  # and the average of all to the initial gains
 MOST_CATCH_UP_FRAC = 0.05  # largest share of the time for a drafter that only reads tokens
-GOOD_CHANCE = 0.85  # the best chance to expect of a draft: if drafting would not pay even then, steps are plain
+GOOD_CHANCE = 0.85  # the best chance to expect of a draft: if drafting would gain nothing even then, steps are plain
 PATIENCE = 3  # tries in a row that drafted nothing before drafting is paused
 MOST_PAUSE = 3  # most plain steps of a pause
 
@@ -319,18 +319,18 @@ class CostTable:
         draft = np.interp(np.arange(size * num_drafts + 1), scale * drafts, draft_times)
         return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
-    def could_pay(self, num_active: int, num_drafts: int) -> bool:
-        """Whether drafting could pay at this many active slots: an upper bound.
+    def can_gain(self, num_active: int, num_drafts: int) -> bool:
+        """Whether drafting can gain at this many active slots: an upper bound.
 
         It takes the drafter as free, and each draft as right with GOOD_CHANCE. False means: do not try.
         """
-        key = "could_pay", num_active, num_active, num_drafts
+        key = "can_gain", num_active, num_active, num_drafts
         if key not in self._kept:
             more = np.arange(1, num_drafts + 1)
             times = np.asarray(self.at(num_active, num_active, num_drafts).verify)[num_active * (1 + more)]
             self._kept[key] = bool(np.any(1 + np.cumsum(GOOD_CHANCE**more) > times))
-        could_pay: bool = self._kept[key]
-        return could_pay
+        can_gain: bool = self._kept[key]
+        return can_gain
 
     def to_json(self) -> dict[str, Any]:
         parts = {"verify": self.verify, "draft": self.draft}

@@ -5,7 +5,7 @@
                 numbers of slots, the largest also runs with one request, because idle slots must cost nothing. With
                 K > 0 the steps draft K tokens and accept none
     verify T    one pass over T rows a sequence after `context` tokens: a step that verifies T - 1 drafts, without the
-                drafting. v(T) = time(T) / time(1): speculation pays if a step gives more tokens than that
+                drafting. v(T) = time(T) / time(1): speculation gains if a step gives more tokens than that
 
 Token ids are random, so that routing is spread over the experts. Programs are compiled and run once before anything is
 timed. Tests run in turns, forwards and backwards, so that drift of the machine affects all of them equally.

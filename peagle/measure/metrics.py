@@ -98,7 +98,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
     """Make a request's block of counters. Its length is vLLM's, of all accepted drafts."""
     return {
-        "num_spec_tokens": counters.num_spec_tokens,
+        "num_spec_tokens": counters.num_speculative_tokens,
         **_attributes(counters, COUNTS),
         "mean_acceptance_length": counters.mean_acceptance_length,
         "draft_acceptance_rate": counters.acceptance_rate,

@@ -1,8 +1,8 @@
 """The routes of OpenAI's HTTP interface over one engine.
 
-http.py reads and checks a body (bodies.py); requests.py makes the engine's requests of it, which loop.py runs.
-open_answers.py turns their chunks into text; chat.py, completions.py and responses.py write it as a reply or as
-server-sent events.
+http.py reads and checks a body (bodies.py). request_builder.py makes the engine's requests of it, and engine_loop.py
+runs them. open_answers.py turns their chunks into text; chat.py, completions.py and responses.py write it as a reply or
+as server-sent events.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ from starlette.requests import ClientDisconnect
 from peagle.ops.errors import InputError
 from peagle.serve import chat, completions, responses
 from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from peagle.serve.chat_page import HEADERS, PAGE
+from peagle.serve.engine_loop import LOADING_RETRY_S
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import (
@@ -34,8 +36,6 @@ from peagle.serve.http import (
     read_body,
     until_disconnect,
 )
-from peagle.serve.loop import LOADING_RETRY_S
-from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.replies import (
     ChatCompletion,
     Completion,
@@ -51,7 +51,7 @@ from peagle.serve.replies import (
     TokenizerInfo,
 )
 from peagle.serve.response_bodies import ResponsesBody
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import StoredResponse
 
 LOGGED_REFUSALS = (429, 503)  # statuses of refusals under load, which the log counts
@@ -84,16 +84,16 @@ class Endpoint:
 
     body: Any
     reply: Any
-    start: Callable[[Service, Any, str], Coroutine[Any, Any, Generation]]
+    start: Callable[[SharedState, Any, str], Coroutine[Any, Any, Generation]]
 
-    async def generation(self, service: Service, body: bytes, owner: str = "") -> Generation:
+    async def generation(self, shared: SharedState, body: bytes, owner: str = "") -> Generation:
         """Send the requests of a body to the engine. Raises ApiError or InputError if it refuses them.
 
         owner: the API key that came with it.
         """
-        parsed = await service.parse(self.body, body)
-        await service.loop.expect_ready()
-        return await self.start(service, parsed, owner)
+        parsed = await shared.parse(self.body, body)
+        await shared.loop.expect_ready()
+        return await self.start(shared, parsed, owner)
 
 
 ENDPOINTS = {
@@ -103,7 +103,7 @@ ENDPOINTS = {
 }
 
 
-def create_app(service: Service) -> fastapi.FastAPI:
+def create_app(shared: SharedState) -> fastapi.FastAPI:
     app = fastapi.FastAPI(
         title="peagle",
         version="1",
@@ -115,16 +115,16 @@ def create_app(service: Service) -> fastapi.FastAPI:
     )
 
     def authorised(request: fastapi.Request) -> None:
-        check_host(request, service.hosts)
-        check_origin(request, service.origins, service.note_refused_site)
-        request.state.owner = check_key(request, service.keys)
+        check_host(request, shared.hosts)
+        check_origin(request, shared.origins, shared.note_refused_site)
+        request.state.owner = check_key(request, shared.keys)
 
-    app.add_middleware(Sites, origins=service.origins, refused=service.note_refused_site)
-    app.add_middleware(Transport, metrics=service.metrics)
+    app.add_middleware(Sites, origins=shared.origins, refused=shared.note_refused_site)
+    app.add_middleware(Transport, metrics=shared.metrics)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
     async def health() -> JsonReply:
-        state = service.health()
+        state = shared.health()
         retry = {"Retry-After": str(LOADING_RETRY_S)} if state["status"] == "loading" else {}
         return JsonReply(state, 200 if state["status"] == "ok" else 503, retry)
 
@@ -137,33 +137,33 @@ def create_app(service: Service) -> fastapi.FastAPI:
         responses=_refusals(401, 403, 404, "default"),
         generate_unique_id_function=_operation_id,
     )
-    _add_model_routes(guarded, service)
-    _add_stored_routes(guarded, service)
-    _add_tokenizer_routes(guarded, service)
-    _add_info_routes(guarded, service)
+    _add_model_routes(guarded, shared)
+    _add_stored_routes(guarded, shared)
+    _add_tokenizer_routes(guarded, shared)
+    _add_info_routes(guarded, shared)
 
     @guarded.get("/openapi.json", include_in_schema=False)
     async def openapi() -> dict[str, Any]:
-        return document(app, needs_key=bool(service.keys))
+        return document(app, needs_key=bool(shared.keys))
 
     app.router.routes.extend(guarded.routes)  # `include_router` would build every route a second time
-    _handle_errors(app, service)
+    _handle_errors(app, shared)
     return app
 
 
-def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
+def _add_model_routes(router: fastapi.APIRouter, shared: SharedState) -> None:
     """Add the routes whose replies the model writes."""
 
     async def answer(request: fastapi.Request) -> fastapi.Response:
         path, owner = request.scope["route"].path, request.state.owner
-        body = await read_body(request, service.max_body)
-        generation = await until_disconnect(request.receive, ENDPOINTS[path].generation(service, body, owner))
+        body = await read_body(request, shared.max_body)
+        generation = await until_disconnect(request.receive, ENDPOINTS[path].generation(shared, body, owner))
 
         def finish() -> None:
-            service.finish(generation, path, request.state.request_id)
+            shared.finish(generation, path, request.state.request_id)
 
         if generation.stream:
-            return EventStream(generation.events(), finish, service.unsent)
+            return EventStream(generation.events(), finish, shared.unsent)
         try:
             return JsonReply(await until_disconnect(request.receive, generation.reply()))
         finally:
@@ -181,12 +181,12 @@ def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
         )
 
 
-def _add_stored_routes(router: fastapi.APIRouter, service: Service) -> None:
+def _add_stored_routes(router: fastapi.APIRouter, shared: SharedState) -> None:
     """Add the routes for responses that are kept."""
     path = "/v1/responses/{response_id}"
 
     def response_of(request: fastapi.Request, response_id: str) -> StoredResponse:
-        return service.responses.response(request.state.owner, response_id)
+        return shared.responses.response(request.state.owner, response_id)
 
     @router.get(path, response_model=Response, responses=_refusals(400))
     async def response(request: fastapi.Request, response_id: str) -> JsonReply:
@@ -196,7 +196,7 @@ def _add_stored_routes(router: fastapi.APIRouter, service: Service) -> None:
 
     @router.delete(path, operation_id="delete_response")
     async def delete(request: fastapi.Request, response_id: str) -> DeletedResponse:
-        service.responses.remove(request.state.owner, response_id)
+        shared.responses.remove(request.state.owner, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.get(f"{path}/input_items", response_model=InputItems, responses=_refusals(400))
@@ -205,39 +205,39 @@ def _add_stored_routes(router: fastapi.APIRouter, service: Service) -> None:
         return JsonReply(response_of(request, response_id).input_page(limit, order, after))
 
 
-def _add_tokenizer_routes(router: fastapi.APIRouter, service: Service) -> None:
+def _add_tokenizer_routes(router: fastapi.APIRouter, shared: SharedState) -> None:
     @router.post("/tokenize", responses=_refusals(*BODY_STATUSES), openapi_extra=_body_schema(TokenizeBody))
     async def tokenize(request: fastapi.Request) -> Tokenized:
-        body = await service.parse(TokenizeBody, await read_body(request, service.max_body))
-        ids = await service.in_tokenizer_thread(service.builder.tokenize, body)
-        return {"count": len(ids), "max_model_len": service.builder.context, "tokens": list(ids)}
+        body = await shared.parse(TokenizeBody, await read_body(request, shared.max_body))
+        ids = await shared.in_tokenizer_thread(shared.builder.tokenize, body)
+        return {"count": len(ids), "max_model_len": shared.builder.context, "tokens": list(ids)}
 
     @router.post("/detokenize", responses=_refusals(*BODY_STATUSES), openapi_extra=_body_schema(DetokenizeBody))
     async def detokenize(request: fastapi.Request) -> Detokenized:
-        body = await service.parse(DetokenizeBody, await read_body(request, service.max_body))
-        return {"prompt": await service.in_tokenizer_thread(service.builder.detokenize, body)}
+        body = await shared.parse(DetokenizeBody, await read_body(request, shared.max_body))
+        return {"prompt": await shared.in_tokenizer_thread(shared.builder.detokenize, body)}
 
     @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=_refusals(400))
     async def tokenizer_info() -> JsonReply:
-        info = {**service.builder.tokenizer.info, "tokenizer_class": "PreTrainedTokenizerFast"}
-        return JsonReply({**info, "model_max_length": service.builder.context})
+        info = {**shared.builder.tokenizer.info, "tokenizer_class": "PreTrainedTokenizerFast"}
+        return JsonReply({**info, "model_max_length": shared.builder.context})
 
 
-def _add_info_routes(router: fastapi.APIRouter, service: Service) -> None:
+def _add_info_routes(router: fastapi.APIRouter, shared: SharedState) -> None:
     """Add the routes for models and metrics."""
 
     @router.get("/v1/models")
     async def models() -> Models:
-        return {"object": "list", "data": [service.model_card()]}
+        return {"object": "list", "data": [shared.model_card()]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> ModelCard:
-        service.check_model(name)
-        return service.model_card()
+        shared.check_model(name)
+        return shared.model_card()
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> fastapi.Response:
-        return fastapi.Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return fastapi.Response(shared.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _operation_id(route: APIRoute) -> str:
@@ -280,7 +280,7 @@ def _meant(app: fastapi.FastAPI, path: str) -> str | None:
     return next((path for path in meant if any(route.path_regex.match(path) for route in routes)), None)
 
 
-def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
+def _handle_errors(app: fastapi.FastAPI, shared: SharedState) -> None:
     """Answer every failure with an error object."""
 
     async def reply(request: fastapi.Request, error: Exception) -> fastapi.Response:
@@ -295,7 +295,7 @@ def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
             error = ApiError(error.status_code, f"{where[:200]}: {error.detail}{hint}")
         error = ApiError.of(error)
         if error.status in LOGGED_REFUSALS:
-            service.refusals.add(error.status)
+            shared.refusals.add(error.status)
         return JsonReply(error.body(), error.status, error.headers() | {REQUEST_ID: request.state.request_id})
 
     for kind in (ApiError, InputError, HTTPException, ClientDisconnect, Exception):

@@ -29,7 +29,7 @@ from peagle.ops.strict_json import dumps
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.errors import ApiError
 from peagle.serve.http import read_json
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 
 POLL_S = 0.1  # between checks for Ctrl-C
 LINE_START = b'{"id": "batch_req_'  # of every output line
@@ -195,7 +195,7 @@ def _read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
 class BatchFile:
     """An input file and its output. at_once: the most lines in flight."""
 
-    service: Service
+    shared: SharedState
     source: Path
     out: Path
     at_once: int
@@ -209,15 +209,15 @@ class BatchFile:
 
         def ends() -> bool:
             progress(self.counts)
-            return should_stop() or self.service.loop.failure is not None
+            return should_stop() or self.shared.loop.failure is not None
 
         self.counts.total = count_lines(self.source)
         with locked(self.out):
             known = read_answers(self.out)
             check_same(self.source, self.out, known)
-            if others := {*known.models.values()} - {self.service.model}:
+            if others := {*known.models.values()} - {self.shared.model}:
                 raise InputError(
-                    f"{self.out} has answers of the model {brief(others.pop())}, and {brief(self.service.model)} is "
+                    f"{self.out} has answers of the model {brief(others.pop())}, and {brief(self.shared.model)} is "
                     "loaded; give another file, or load that model"
                 )
             if known.has_others:
@@ -276,7 +276,7 @@ class BatchFile:
 
     async def _reply(self, line: Line) -> tuple[Mapping[str, Any], str]:
         """Return (the reply to a line, its id)."""
-        generation = await ENDPOINTS[line.url].generation(self.service, line.body)
+        generation = await ENDPOINTS[line.url].generation(self.shared, line.body)
         try:
             if generation.stream:
                 raise ApiError(400, "stream is set; a batch has no streams: leave it out", "stream")
@@ -284,7 +284,7 @@ class BatchFile:
             self.counts.tokens += sum(len(result.output_ids) for result in generation.outputs.results())
             return body, generation.formatter.id
         finally:
-            self.service.finish(generation, line.url)
+            self.shared.finish(generation, line.url)
 
 
 async def _wait(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:

@@ -11,8 +11,8 @@ from peagle.serve.bodies import ChatBody, StreamOptions
 from peagle.serve.formatter import ChannelFormatter, ChoicesFormatter, Generation
 from peagle.serve.open_answers import AnswerChunk, OpenAnswers, TokenTexts
 from peagle.serve.replies import CallDelta, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, Message
-from peagle.serve.requests import notes
-from peagle.serve.service import Service
+from peagle.serve.request_builder import notes
+from peagle.serve.shared_state import SharedState
 from peagle.serve.structured import constraint_field
 from peagle.serve.tools import CustomCalls
 from peagle.text.channels import Delta
@@ -20,12 +20,12 @@ from peagle.text.channels import Delta
 TEXT_FIELDS = {"function": "arguments", "custom": "input"}  # by type of the call
 
 
-async def start(service: Service, body: ChatBody, _owner: str = "") -> Generation:
+async def start(shared: SharedState, body: ChatBody, _owner: str = "") -> Generation:
     """Send the requests of a body to the engine."""
-    requests = await service.in_tokenizer_thread(service.builder.chat, body, await service.grammar(body))
-    tokenizer = service.builder.tokenizer
+    requests = await shared.in_tokenizer_thread(shared.builder.chat, body, await shared.grammar(body))
+    tokenizer = shared.builder.tokenizer
     formatter = ChatFormatter(
-        service.model,
+        shared.model,
         tokenizer,
         tools=body.tools,
         one_call=not body.parallel_tool_calls,
@@ -33,10 +33,10 @@ async def start(service: Service, body: ChatBody, _owner: str = "") -> Generatio
         token_origins=body.return_token_origins,
         options=body.stream_options or StreamOptions(),
     )
-    service.log_once(*notes(body))
+    shared.log_once(*notes(body))
     constraint = constraint_field(body)
     outputs = OpenAnswers(
-        service.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=service.metrics
+        shared.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=shared.metrics
     )
     return Generation(body.stream, formatter, outputs)
 

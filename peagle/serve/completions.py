@@ -13,7 +13,7 @@ from peagle.serve.bodies import CompletionBody, StreamOptions
 from peagle.serve.formatter import ChoicesFormatter, Generation
 from peagle.serve.open_answers import AnswerChunk, OpenAnswers
 from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.serve.structured import constraint_field
 from peagle.text.channels import Delta
 from peagle.text.tokenizer import Detokenizer, detokenize
@@ -22,12 +22,12 @@ COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 Row = tuple[str, str, str, str]  # of a token: the JSON of its value in each column
 
 
-async def start(service: Service, body: CompletionBody, _owner: str = "") -> Generation:
+async def start(shared: SharedState, body: CompletionBody, _owner: str = "") -> Generation:
     """Send the requests of a body to the engine."""
-    requests, echoed = await service.in_tokenizer_thread(service.builder.completion, body, await service.grammar(body))
-    tokenizer = service.builder.pair.tokenizer
+    requests, echoed = await shared.in_tokenizer_thread(shared.builder.completion, body, await shared.grammar(body))
+    tokenizer = shared.builder.pair.tokenizer
     formatter = CompletionFormatter(
-        service.model,
+        shared.model,
         tokenizer,
         logprobs=body.logprobs is not None,
         echoed=echoed,
@@ -35,14 +35,14 @@ async def start(service: Service, body: CompletionBody, _owner: str = "") -> Gen
     )
     if body.echo and body.logprobs is not None:
         formatter.prompts = [request.prompt_ids for request in requests]
-        formatter.prompt_logprobs = await service.prompt_logprobs(requests)
+        formatter.prompt_logprobs = await shared.prompt_logprobs(requests)
     outputs = OpenAnswers(
-        service.loop,
+        shared.loop,
         requests,
         tokenizer,
         constraint=constraint_field(body),
         decode=not body.only_echo,
-        metrics=service.metrics,
+        metrics=shared.metrics,
     )
     return Generation(body.stream, formatter, outputs)
 

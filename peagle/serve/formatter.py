@@ -183,7 +183,7 @@ class ChannelFormatter(ResponseFormatter):
 
 @dataclass(frozen=True)
 class Generation:
-    """The running requests of a body, and the formatter of their reply. `Service.finish` ends them."""
+    """The running requests of a body, and the formatter of their reply. `SharedState.finish` ends them."""
 
     stream: bool
     formatter: ResponseFormatter

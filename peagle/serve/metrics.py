@@ -16,7 +16,7 @@ from peagle.engine.loop import AnyEngine
 from peagle.engine.request import TokenChunk
 from peagle.ops.attention import PAGE_SIZE
 from peagle.result import Assembler, Counters, Piece, Result
-from peagle.serve.loop import EngineLoop, Loop
+from peagle.serve.engine_loop import EngineLoop, Loop
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # vLLM numbers its engines; replicas are one here

@@ -10,8 +10,8 @@ from typing import Any
 from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogprobs
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins
+from peagle.serve.engine_loop import Call, Loop
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import Call, Loop
 from peagle.serve.metrics import AnswerMetrics, Metrics
 from peagle.serve.replies import Figures, TokenOrigin, Usage
 from peagle.text.channels import CALL, ChannelParser, Delta
@@ -203,7 +203,7 @@ def pooled(results: Sequence[Result]) -> Counters:
 def figures(results: Sequence[Result]) -> dict[str, Figures]:
     """Return the reply's field `metrics`, with counts of its steps under vLLM's names; no field in plain decoding."""
     counters = pooled(results)
-    if not counters.num_spec_tokens:
+    if not counters.num_speculative_tokens:
         return {}
     block: Any = speculative_decoding_block(counters)
     del block["num_plain_steps"]  # vLLM has none

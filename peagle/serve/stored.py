@@ -12,7 +12,7 @@ from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.serve.http import count_parts
 
-OVERHEAD = 600  # bytes of an item or a response in memory, beside its JSON and its id
+OVERHEAD = 600  # bytes of an item or a response in memory, besides its JSON and its id
 POINTER = 8  # bytes
 CHARACTER = 4  # bytes, the most
 MOST_LISTED = 100  # items of one page, as in OpenAI's API

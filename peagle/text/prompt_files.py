@@ -377,7 +377,7 @@ def _with_system(conversation: Conversation, row: Row, name: str) -> Conversatio
 
 
 def _with_answer(conversation: Conversation, row: Row) -> Conversation:
-    """Add the recorded answer of a row that has it beside a single prompt."""
+    """Add the recorded answer of a row that has it with a single prompt."""
     answer = next((row[key] for key in ANSWER_KEYS if isinstance(row.get(key), str) and row[key]), None)
     if answer is None or conversation.recorded is not None or len(conversation.turns) != 1:
         return conversation

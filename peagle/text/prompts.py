@@ -100,7 +100,7 @@ class Conversation:
     Every turn is a request. Without turns, the conversation is one request that continues the history. name: for error
     messages. numbered: reports number the turns. system: replaces the rendering's. tools: functions, in the form that
     chat templates take. recorded: the whole chat, with the answers that the turns leave out. group: what rows of one
-    conversation share. Raises InputError for text that cannot be encoded, and for a system text or tools beside ids.
+    conversation share. Raises InputError for text that cannot be encoded, and for system text or tools with token ids.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Conversation:
             check_encodable(text, self.name)
         if self.prompt_ids is not None and (self.system is not None or self.tools):
             part = "tools" if self.system is None else "a system text"
-            raise InputError(f"{self.name} has {part} beside token ids, which are taken as they are; leave out one")
+            raise InputError(f"{self.name} has {part} with token ids, which are taken as they are; leave out one")
 
     @property
     def num_requests(self) -> int:

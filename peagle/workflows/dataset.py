@@ -81,15 +81,17 @@ class Tally:
 
 
 def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of aux_hidden: those of --taps, or the default. Raises InputError for bad ones."""
+    """Return the layers of aux_hidden: those of --aux-layer-ids, or the default. Raises InputError for bad ones."""
     if typed is None:
         if num_layers < 7:
-            raise InputError(f"a target of {num_layers} layers has no default taps; name them with --taps, as 0,1,2")
+            raise InputError(
+                f"a target of {num_layers} layers has no default aux layers; name them with --aux-layer-ids, as 0,1,2"
+            )
         return default_aux_layer_ids(num_layers)
     if outside := [layer for layer in typed if not 0 <= layer < num_layers]:
-        raise InputError(f"--taps names the output of layer {outside[0]}; expected 0..{num_layers - 1}")
+        raise InputError(f"--aux-layer-ids names the output of layer {outside[0]}; expected 0..{num_layers - 1}")
     if len(set(typed)) < len(typed):
-        raise InputError(f"--taps is {','.join(map(str, typed))}; expected each layer once")
+        raise InputError(f"--aux-layer-ids is {','.join(map(str, typed))}; expected each layer once")
     return typed
 
 

@@ -30,8 +30,8 @@ from target.load import inspect_target, load_embedding_and_head
 CARD = """\
 # {kind} drafter for {target}
 
-It drafts the next tokens of {target} from {taps} of its hidden states. The target verifies every draft, so the output
-is exactly its own.
+It drafts the next tokens of {target} from {aux_layers} of its hidden states. The target verifies every draft, so the
+output is exactly its own.
 
 - {layers} of width {hidden}, {heads} query and {kv_heads} key/value heads of {head_dim}, MLP {mlp_width}
 - reads the outputs of the target's layers {layer_ids}, {target_hidden} wide
@@ -178,7 +178,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
     return CARD.format(
         kind=c.kind,
         target=verifier or "TARGET",
-        taps=c.num_taps,
+        aux_layers=c.num_aux_layers,
         layers="1 layer" if c.num_layers == 1 else f"{c.num_layers} layers",
         hidden=c.hidden_size,
         heads=c.num_heads,
@@ -200,7 +200,7 @@ def _slots(config: DrafterConfig) -> str:
     """Describe how many drafts a pass gives, and by which mask token."""
     if not config.parallel:
         return "one draft a pass"
-    block = "" if config.most_drafts is None else f", up to {config.most_drafts} of them"
+    block = "" if config.block_drafts is None else f", up to {config.block_drafts} of them"
     return f"all drafts in one pass{block}; mask token {config.mask_token_id}"
 
 
@@ -222,7 +222,7 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
     grouped = target is not None and spread_over_groups(config, target)
     flag = f" {ONE_GROUP}" if grouped else ""
     if config.kind == "DFlash":
-        served: dict[str, Any] = {"method": "dflash", "model": ".", "num_speculative_tokens": config.most_drafts}
+        served: dict[str, Any] = {"method": "dflash", "model": ".", "num_speculative_tokens": config.block_drafts}
         lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
     elif dialect == "vllm":
         kind = "peagle" if config.parallel else "eagle3"

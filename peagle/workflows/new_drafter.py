@@ -60,8 +60,6 @@ def drafter_config(
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
         return _with_window(config, shape), None
-    if shape.aux_layer_ids is not None:
-        raise InputError("--aux-layer-ids needs --init; name the layers of a new drafter with --taps")
     mask_token = shape.mask_token
     if mask_token is None and kind != "EAGLE-3":
         mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
@@ -92,7 +90,6 @@ def _config_of_init(
         "--kv-heads": (shape.kv_heads, config.num_kv_heads),
         "--head-dim": (shape.head_dim, config.head_dim),
         "--mlp-width": (shape.mlp_width, config.mlp_width),
-        "--taps": (shape.taps, config.aux_layer_ids),
         "--mask-token": (shape.mask_token, config.mask_token_id),
         "--mask-hiddens": (shape.mask_hiddens if shape.mask_hiddens > 1 else None, config.num_mask_hiddens),
     }
@@ -107,7 +104,7 @@ def _new_config(
 ) -> DrafterConfig:
     """Make the config of a new drafter of all tokens."""
     num_layers = shape.layers or LAYERS[kind]
-    aux_layer_ids = shape.taps
+    aux_layer_ids = shape.aux_layer_ids
     if kind == "DFlash":
         _check_dflash(shape, target)
         aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
@@ -129,7 +126,7 @@ def _new_config(
         mask_token_id=mask_token,
         num_mask_hiddens=shape.mask_hiddens,
         rope=RopeConfig(head_dim, 10000.0),
-        num_taps=len(aux_layer_ids),
+        num_aux_layers=len(aux_layer_ids),
         aux_layer_ids=aux_layer_ids,
         rms_norm_eps=target.rms_norm_eps,
     )
@@ -209,20 +206,20 @@ def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
 
     Raises InputError for options of blocks with another kind of drafter, and for a depth that is not the blocks'.
     """
-    if config.most_drafts is None:
+    if config.block_drafts is None:
         for name, value in (("blocks", learning.blocks), ("draft_decay", learning.draft_decay)):
             if value is not None:
                 raise InputError(f"{name} is given, and a {config.kind} drafter has none; leave it out", name)
         return learning
-    if learning.cod.depth != config.most_drafts:
+    if learning.cod.depth != config.block_drafts:
         raise InputError(
-            f"depth is {learning.cod.depth}, and a block of the drafter has {config.most_drafts} drafts; expected the "
+            f"depth is {learning.cod.depth}, and a block of the drafter has {config.block_drafts} drafts; expected the "
             "same",
             "depth",
         )
-    if config.most_drafts < 2:
+    if config.block_drafts < 2:
         raise InputError("depth is 1; expected 2 or more, the drafts of a DFlash drafter's block", "depth")
-    decay = next((decay for most, decay in DRAFT_DECAY if config.most_drafts <= most), LATEST_DECAY)
+    decay = next((decay for most, decay in DRAFT_DECAY if config.block_drafts <= most), LATEST_DECAY)
     return dataclasses.replace(
         learning,
         blocks=learning.blocks or max(1, round(BLOCKS_FRAC * learning.width)),

@@ -99,10 +99,10 @@ class Findings:
     logits: Logits | None  # None: not compared, as of EAGLE-3 drafters
     same_drafts_frac: float | None  # share of the reference's drafts that are the drafter's, too; None: not compared
     difference: DraftDifference | None
-    seen: float  # acceptance length in the engine
-    expected: float  # acceptance length of the drafter replayed along the texts
-    other_rendering: float | None  # acceptance length with the prompts as raw text, or in the chat template
-    readings: dict[str, float]  # acceptance length by other reading
+    acceptance_length: float  # in the engine
+    expected: float  # that of the drafter replayed along the texts
+    other_rendering: float | None  # that with the prompts as raw text, or in the chat template
+    readings: dict[str, float]  # that by other reading
     causes: tuple[Cause, ...]
     allowed_frac: float  # as ROUNDED_FRAC
     vocabulary: Coverage | None  # of the answers, by a narrowed draft vocabulary
@@ -226,7 +226,7 @@ def examine(
         logits=logits,
         same_drafts_frac=same,
         difference=compare(texts, replayed, blind),
-        seen=1 + float(drafted.num_accepted.mean()),
+        acceptance_length=1 + float(drafted.num_accepted.mean()),
         expected=1 + float(as_it_is.mean()),
         other_rendering=other_rendering,
         readings={reading.name: 1 + float(reading.accepted.mean()) for reading in results},
@@ -318,7 +318,9 @@ def readings(pair: Pair, model: AnyDrafter, checkpoint: Checkpoint, drafted: Dra
                 dataclasses.replace(text, aux_hidden=_aux_of(hidden, moved))
                 for text, hidden in zip(texts, drafted.hiddens, strict=True)
             ]
-            name = f"taps: every one is off by {-shift:+d}, it reads outputs {list(layers)} instead of {list(moved)}"
+            name = (
+                f"aux layers: every one is off by {-shift:+d}, it reads outputs {list(layers)} instead of {list(moved)}"
+            )
             typed = ",".join(map(str, moved))
             cure = f"{_key(aux_layers.key, aux_layers.written(moved))}, or give --aux-layer-ids {typed}"
             yield Candidate(name, cure, model, shifted)
@@ -341,16 +343,16 @@ def readings(pair: Pair, model: AnyDrafter, checkpoint: Checkpoint, drafted: Dra
         yield flipped("norm_output")
     longest = max(len(text.token_ids) for text in texts)
 
-    def unseen(config: DrafterConfig) -> list[int]:
+    def hidden_positions(config: DrafterConfig) -> list[int]:
         """Count by layer the positions of the longest text that its window hides."""
         windows = (config.window(layer) for layer in range(config.num_layers))
         return [0 if window is None else max(longest - window, 0) for window in windows]
 
-    tried = [unseen(config)]
+    tried = [hidden_positions(config)]
     for window in WINDOWS:
         changed = config.with_window(window)
-        if unseen(changed) not in tried:
-            tried.append(unseen(changed))
+        if hidden_positions(changed) not in tried:
+            tried.append(hidden_positions(changed))
             value = OFF if window is None else window
             cure = f"give --drafter-window {value}, or write {strict_json.dumps({WINDOW_KEY: value})} into "
             cure += f"{SPECULATION_FILE} beside the drafter"

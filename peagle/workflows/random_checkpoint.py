@@ -125,7 +125,7 @@ class DrafterGeometry:
             config,
             mlp_width=target.hidden_size * 8 // 3,
             rope=target.rope,
-            num_taps=len(aux_layer_ids),
+            num_aux_layers=len(aux_layer_ids),
             aux_layer_ids=aux_layer_ids,
             qk_norm=True,
             attention_bias=True,

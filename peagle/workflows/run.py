@@ -90,9 +90,9 @@ class Run:
     failed: tuple[str, ...] = ()
 
     @property
-    def drafting_cannot_pay(self) -> bool:
-        """Whether no draft of a single request pays, even if all are accepted."""
-        return self.costs is not None and not self.costs.could_pay(1, self.engine.num_drafts)
+    def drafting_cannot_gain(self) -> bool:
+        """Whether no draft of a single request saves time, even if all are accepted."""
+        return self.costs is not None and not self.costs.can_gain(1, self.engine.num_drafts)
 
 
 class Observer:
@@ -380,6 +380,9 @@ class _Session:
         if index is not None and self.config.engine.synthetic_acceptance is None:
             longer = max(result.output_ids, plain.output_ids, key=len)
             arguments = (result.request.prompt_ids, longer[: index + 1], self.capacity)
-            lead, compute = self.pair.lead, functools.partial(top_2_margin, self.pair.plain_target, *arguments)
-            margin = compute() if lead is None else lead.together({"margin": arguments}, compute)
+            coordinator, compute = (
+                self.pair.coordinator,
+                functools.partial(top_2_margin, self.pair.plain_target, *arguments),
+            )
+            margin = compute() if coordinator is None else coordinator.together({"margin": arguments}, compute)
             outcome.first_divergence = Divergence(index, margin)

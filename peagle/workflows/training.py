@@ -48,15 +48,15 @@ MAY_DIFFER = "recipe.steps"  # the value in recipe.json that may differ when a t
 
 def even_parts(config: DrafterConfig, width: int) -> int:
     """Choose the equal parts of a row, so that each takes the memory of a short row. 1 if a layer has no window."""
-    if config.context_reach is None:
+    if config.receptive_field is None:
         return 1
-    parts = max(1, width // max(SHORT_ROW, config.context_reach))
+    parts = max(1, width // max(SHORT_ROW, config.receptive_field))
     return max(count for count in range(1, parts + 1) if width % count == 0)
 
 
 def check_parts(config: DrafterConfig, recipe: Recipe) -> None:
     """Raise InputError for parts of unequal length, if the drafter has a window."""
-    if config.context_reach is not None and recipe.width % recipe.parts:
+    if config.receptive_field is not None and recipe.width % recipe.parts:
         raise InputError(
             f"--parts is {recipe.parts}, and does not divide the {recipe.width} tokens of --width; expected parts of "
             "equal length, since the drafter has a window"

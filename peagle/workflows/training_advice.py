@@ -100,7 +100,7 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
     if not init:
         tries.append("--init with a trained drafter")
     tries.append(f"peagle parity --drafter {out / DRAFTER}, which looks for other causes")
-    return f"{figure}, and drafting pays little below {WEAK_ACCEPTANCE}; next try {', '.join(tries)}"
+    return f"{figure}, and drafting gains little below {WEAK_ACCEPTANCE}; next try {', '.join(tries)}"
 
 
 def coverage_in_words(documents: Sequence[Document], token_ids: np.ndarray, measured: Coverage) -> str:

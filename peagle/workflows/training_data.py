@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.train.batches import DocumentSource, pack
 from drafter.train.cod import Partition
 from drafter.train.config import DrafterShape
 from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
+from drafter.train.row_batches import DocumentSource, pack
 from drafter.train.shards import ALONE, KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
 from drafter.vocabulary import Coverage, coverage
 from peagle.ops.errors import InputError, InputWarning
@@ -207,8 +207,8 @@ def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: Dr
         aux_hidden = document.teacher.get("aux_hidden")
         if aux_hidden is not None and aux_hidden.shape[1] != config.aux_width:
             raise InputError(
-                f"the data's taps are {aux_hidden.shape[1]} wide, the drafter reads {config.aux_width}; expected the "
-                "--taps of peagle data"
+                f"the data's hidden states are {aux_hidden.shape[1]} wide, the drafter reads {config.aux_width}; "
+                "expected the same --aux-layer-ids in peagle data and peagle train"
             )
     if not uses:
         return
@@ -233,17 +233,17 @@ def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str,
     """
     for folder in folders:
         manifest = read_manifest(folder)
-        layers = manifest.get("taps")
+        layers = manifest.get("aux_layer_ids")
         if layers and config.aux_layer_ids is not None and tuple(layers) != config.aux_layer_ids:
             listed = ",".join(map(str, layers))
             raise InputError(
                 f"{folder} holds the outputs of layers {layers}, the drafter reads {list(config.aux_layer_ids)}; "
-                f"expected the same: give --taps {listed}, or make the data with the drafter's"
+                f"expected the same: make the data with the drafter's, or give --aux-layer-ids {listed} for a new one"
             )
-        reach, kept = config.context_reach, manifest.get(KEPT)
-        if kept is not None and (reach is None or kept < reach + depth + 1):
+        field, kept = config.receptive_field, manifest.get(KEPT)
+        if kept is not None and (field is None or kept < field + depth + 1):
             needs = (
-                "all of them" if reach is None else f"the last {reach + depth + 1} with its windows and --depth {depth}"
+                "all of them" if field is None else f"the last {field + depth + 1} with its windows and --depth {depth}"
             )
             raise InputError(
                 f"{folder} holds the last {kept} tokens of a prompt, the drafter reads {needs}; give a smaller "

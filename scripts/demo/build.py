@@ -47,13 +47,13 @@ PAIR = {"drafter": "long_p_eagle", "drafter_eagle3": "long_eagle3", "drafter_dfl
 ANSWERS_BEGUN, LONG_ANSWERS_BEGUN = 4096, 900
 SHORT = ("-n", "288", "--context", "512", "--slots", "64")
 LONG = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
-TEACH = ("--hidden", "--taps", AUX_LAYERS, "--top", "32")
+TEACH = ("--hidden", "--aux-layer-ids", AUX_LAYERS, "--top", "32")
 # rows of a step and the rule of its update: rates that suit so small a model
 LEARN = (
     "--rows", "8", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02", "--warmup", "0.02",
     "--held-out", "0",
 )  # fmt: skip
-NEW = ("--taps", AUX_LAYERS, "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6")
+NEW = ("--aux-layer-ids", AUX_LAYERS, "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6")
 AGAIN = ("--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8")
 LONGER = (
     "--learning-rate", "0.004", "--other-rate", "0.0015", "--decay", "0.8", "--ratio", "0.7",

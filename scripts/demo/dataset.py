@@ -23,7 +23,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from drafter.train import shards
-from drafter.train.batches import fill_rows
+from drafter.train.row_batches import fill_rows
 from drafter.train.shards import open_folder, write_shard
 from peagle.ops.strict_json import dumps
 from scripts.demo.corpus import parse, read_lines, write_lines

@@ -1,4 +1,4 @@
-"""Serve a pair that is in this process's memory, beside its engine alone; the clients are another process.
+"""Serve a pair that is in this process's memory, compared with its engine alone; the clients are another process.
 
 As a program this is the clients: it reads {"url", "clients", "bodies"} from standard input, and prints their figures.
 """
@@ -63,14 +63,14 @@ def with_bytes(pair: Pair) -> Pair:
 def serving(engine: AnyEngine, pair: Pair, context: int) -> Iterator[str]:
     """Serve an engine until the context ends; yield the URL."""
     from peagle.serve.app import create_app
-    from peagle.serve.loop import EngineLoop
-    from peagle.serve.requests import RequestBuilder
+    from peagle.serve.engine_loop import EngineLoop
+    from peagle.serve.request_builder import RequestBuilder
     from peagle.serve.server import Server, ServerOptions, listen
-    from peagle.serve.service import Service
+    from peagle.serve.shared_state import SharedState
 
     ready: queue.Queue[str] = queue.Queue()
     loop = EngineLoop(engine, max_queue=1024)
-    app = create_app(Service(loop, RequestBuilder(pair, context, "2026-01-01", 0), "random"))
+    app = create_app(SharedState(loop, RequestBuilder(pair, context, "2026-01-01", 0), "random"))
     server = Server(app, loop, ServerOptions(ready=ready.put))
     with listen("127.0.0.1", 0) as address:
         thread = threading.Thread(target=server.run, args=([address],))

@@ -194,7 +194,7 @@ class Shape:
                 yield {"shape": self.name, "part": part, "batch": batch, "us": us, "mb": read.get(part, 0.0) / 1e6}
 
     def server(self) -> Iterator[Json]:
-        """Measure the server beside its engine alone."""
+        """Compare the server with its engine alone."""
         yield from ({"shape": self.name, **row} for row in over_engine(self.pair()))
 
     def speculation(
@@ -204,7 +204,7 @@ class Shape:
         batches: Batches,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  # frozen
     ) -> Iterator[Json]:
-        """Time steps with a drafter of a public geometry, and plain decoding beside them in turns.
+        """Time steps with a drafter of a public geometry, in turns with plain decoding.
 
         Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one
         sequence, and with the whole head several together. The programs of fixed K are compiled first, those of several
@@ -238,7 +238,7 @@ class Shape:
             yield line | {"batch": 1, "k": 7} | shares(engines[1][7], random_request(vocab_size, 0))
 
     def random_drafter(self, kind: DrafterGeometry, draft_vocab: int | None) -> Any:
-        """Make a drafter that shares its target's embedding: 80 GB have little room beside the 120b."""
+        """Make a drafter that shares its target's embedding: 80 GB have little room besides the 120b."""
         shape = kind.config(self.config, draft_vocab)
         make = jax.jit(lambda key: init_drafter(shape, key, jnp.bfloat16).replace(embedding=None))
         return drafter_of(self.on_device(make, jax.random.key(3)).replace(embedding=self.weights.embedding), shape)

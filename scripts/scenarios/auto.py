@@ -1,4 +1,4 @@
-"""Measure auto beside plain decoding and fixed K, on random weights with drafts accepted by drawn chances.
+"""Compare auto with plain decoding and fixed K, on random weights with drafts accepted by drawn chances.
 
     python -m scripts.bench auto --out RUN S M L
 
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     runs.add_run_options(parser, 5)
     parser.add_argument("--requests", default="1,8", help="at once (default %(default)s)")
     parser.add_argument("--rates", default="0.5,0.76", help="of acceptance (default %(default)s)")
-    parser.add_argument("-k", default="1,3,5,7", help="fixed K beside plain and auto (default %(default)s)")
+    parser.add_argument("-k", default="1,3,5,7", help="fixed K to compare with plain and auto (default %(default)s)")
 
 
 def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
@@ -114,7 +114,7 @@ def page(record: Json) -> list[Block]:
         "rows a token": cell("rows_a_token", ".2f"),
     }
     return [
-        *runs.title("auto beside fixed K, synthetic acceptance", record),
+        *runs.title("auto compared with fixed K, synthetic acceptance", record),
         f"Random weights, {LEAST_LAYERS} layers or more, a P-EAGLE of four layers. Draft i is accepted at acceptance^i "
         "in the mean; one draft's own chance is drawn (u^((1 - r) / r), u uniform), and its confidence is that chance, "
         f"off by up to {NOISE:g}. {record['config']['rounds']} rounds in turns; over plain: the median of rounds. "

@@ -1,4 +1,4 @@
-"""Measure the engine: one and many requests, prompts, arrivals, prefixes, memory, beside another checkout's.
+"""Measure the engine: one and many requests, prompts, arrivals, prefixes, memory; compared with another checkout's.
 
     peagle random S /tmp/S
     python -m scripts.bench engine --out RUN --before CHECKOUT demo /tmp/S

@@ -1,4 +1,4 @@
-"""Measure the peak memory of loading a checkpoint and decoding, beside the size of weights and caches.
+"""Measure the peak memory of loading a checkpoint and decoding, compared with the size of weights and caches.
 
     python -m scripts.bench memory TARGET
     JAX_NUM_CPU_DEVICES=4 python -m scripts.bench memory TARGET --mesh tp=4

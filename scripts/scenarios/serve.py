@@ -1,4 +1,4 @@
-"""Measure `peagle serve`: one request at a time, many at once, beside the engine without a server and llama.cpp's.
+"""Measure `peagle serve`: one request at a time, many at once; compared with the engine alone and llama.cpp's.
 
     python -m scripts.bench serve --out RUN                                         # the demo pair, minutes
     python -m scripts.bench serve --out RUN --target /tmp/M --clients 1,8 --requests 5 --peer LLAMA/bin/llama-server
@@ -265,7 +265,7 @@ def single_blocks(rows: Sequence[Json]) -> list[Block]:
     text = (
         f"{row['tokens_in']} tokens in, {row['tokens_out']} out, {row['requests']} requests, one at a time. itl is the "
         "time between two arrivals of tokens, however many come together; tpot that of a token after the first. By the "
-        "server's own count (/metrics; the median is interpolated in its bucket); the client's medians beside it."
+        "server's own count (/metrics; the median is interpolated in its bucket); the client's medians are next to it."
     )
     own = {
         "": COLUMNS[""],
@@ -300,7 +300,7 @@ def shared_blocks(rows: Sequence[Json]) -> list[Block]:
 
 
 def engine_blocks(rows: Sequence[Json]) -> list[Block]:
-    """Lay out the server beside the engine alone."""
+    """Lay out the server compared with the engine alone."""
     if not rows:
         return []
     text = (

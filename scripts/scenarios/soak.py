@@ -35,7 +35,7 @@ from scripts.serving.servers import Server
 SLOTS, PROMPTS, TOKENS_IN, TOKENS_OUT = 4, 24, 128, 64
 LONG_IN, LONG_OUT = 1500, 3000  # tokens of long prompts, and of unread answers
 LEAVING, BAD = 0.3, 0.1  # shares of the requests
-ROUNDS, PASSES = 15, 5  # beside a fresh server; in a round each answers all requests so often
+ROUNDS, PASSES = 15, 5  # compared with a fresh server; in a round each answers all requests so often
 UNREAD_S = 30.0  # until a client that reads nothing leaves
 FREE_S = 30.0  # for the slots of the clients that left last
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}

@@ -93,7 +93,7 @@ def test_a_run_of_steps_gives_the_references_drafts(
     steps, state = run_steps(drafter, state, texts, lengths, accepted, num_drafts)
     assert_reference(name, drafter.config, texts, steps, num_drafts)
     # it wrote in the only step in which it was active
-    written = lengths[2] + max(num_drafts, drafter.most_drafts or 0) + 1
+    written = lengths[2] + max(num_drafts, drafter.block_drafts or 0) + 1
     assert not any(part[2].any() for part in entries(drafter, state, written, 80))
 
 

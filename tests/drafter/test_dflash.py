@@ -78,7 +78,7 @@ def test_every_draft_sees_the_whole_context_and_no_token_but_the_pending_one() -
 def test_fewer_drafts_are_the_first_of_the_whole_block(name: str) -> None:
     """Fewer in a pass, or for one slot of a pass: the block that the drafter learned stays whole."""
     drafter = dflash(name, with_logits=True)
-    text, most = random_text(drafter.config, 6), drafter.config.most_drafts or 0
+    text, most = random_text(drafter.config, 6), drafter.config.block_drafts or 0
     whole = step(drafter, text, 9, most)
     for width in (1, 2):
         np.testing.assert_allclose(step(drafter, text, 9, width), whole[:width], atol=1e-5)
@@ -88,7 +88,7 @@ def test_fewer_drafts_are_the_first_of_the_whole_block(name: str) -> None:
 def test_drafts_fit_the_block() -> None:
     drafter = dflash(PLAIN)
     fresh = stack_fresh([random_text(drafter.config, 19)], [5], [1], 5)
-    assert drafter.most_drafts == 4
+    assert drafter.block_drafts == 4
     for count in (0, 5):
         with pytest.raises(ValueError, match=f"{count} drafts; expected 1 to 4"):
             drafter.propose(drafter.init_state(1, 16, 12), fresh, jnp.asarray([1]), count)
@@ -207,7 +207,7 @@ def test_layers_that_are_not_named_are_spread_over_the_target(tmp_path: Path) ->
         del config["dflash_config"]["target_layer_ids"]
 
     config = parse_config(open_drafter(written(tmp_path, BIASED, unnamed)))
-    assert (config.aux_layer_ids, config.num_taps) == (None, 2)
+    assert (config.aux_layer_ids, config.num_aux_layers) == (None, 2)
 
 
 def change(**changes: Any) -> Edit:

@@ -107,7 +107,7 @@ def test_a_drafter_comes_back_bit_for_bit(tmp_path: Path, name: str, dialect: Di
 @BOTH
 def test_other_rope_scalings_and_default_aux_layers_come_back(tmp_path: Path, dialect: Dialect) -> None:
     yarn = Yarn(factor=8.0, original_length=64, beta_fast=16.0, truncate=False, concentration=1.5)
-    base = dataclasses.replace(CONFIGS[FOUR], aux_layer_ids=None, num_taps=3)
+    base = dataclasses.replace(CONFIGS[FOUR], aux_layer_ids=None, num_aux_layers=3)
     for scaling in (yarn, dataclasses.replace(yarn, concentration=None), None):
         config = dataclasses.replace(base, rope=RopeConfig(6, 1234.5, scaling))
         save_drafter(tmp_path, random_params(CONFIGS[FOUR]), config, dialect)
@@ -145,7 +145,7 @@ def test_vllm_finds_what_it_reads() -> None:
     vocabulary is smaller; layers with norms of queries and keys as Qwen3's."""
     for name in (TWO, EAGLE_NORMED):
         geometry = render_config(CONFIGS[name], "speculators", "float32", "some/target")[NESTED]
-        assert (geometry["num_aux_hidden_states"], geometry["fc_norm"]) == (CONFIGS[name].num_taps, True)
+        assert (geometry["num_aux_hidden_states"], geometry["fc_norm"]) == (CONFIGS[name].num_aux_layers, True)
     config = CONFIGS[TWO]
     whole = random_params(config).replace(draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32))
     assert not {"d2t", "t2d"} & to_tensors(whole, config).keys()
@@ -408,7 +408,7 @@ SLIDING = {"layer_types": ["sliding_attention"]}
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"ptd_token_id": None}, r"no mask token, in one of mask_token_id, pard_token, ptd_token_id, beside mask_h"),
+        ({"ptd_token_id": None}, r"no mask token, in one of mask_token_id, pard_token, ptd_token_id, but has mask_h"),
         ({"mask_token_id": 4}, r"different mask tokens.*'mask_token_id': 4.*'ptd_token_id': 60"),
         ({"ptd_token_id": 61}, r"mask token 61 lies outside 0\.\.60"),
         ({"ptd_token_id": "sixty"}, r"ptd_token_id is 'sixty'; expected a whole number of 0 or more"),
@@ -425,7 +425,7 @@ SLIDING = {"layer_types": ["sliding_attention"]}
         ({"target_hidden_size": "wide"}, r"config.json: target_hidden_size is 'wide'; expected a whole number"),
         ({IDS: [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
         ({IDS: [2, 5, 5]}, r"layers \[1, 4, 4\], one of them twice; expected each .* once"),
-        ({IDS: [2, 4]}, r"is \[2, 4\] beside num_aux_hidden_states 3"),
+        ({IDS: [2, 4]}, r"is \[2, 4\], and num_aux_hidden_states 3"),
         ({IDS: [2, 4], "num_aux_hidden_states": GONE}, r"reads 36 values.*2 hidden states"),
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
         ({"norm_before_fc": True}, r"missing: input_norm.weight;"),
@@ -437,17 +437,17 @@ SLIDING = {"layer_types": ["sliding_attention"]}
         ({"eagle_config": {"use_aux_hidden_state": False}}, r"use_aux_hidden_state is False"),
         ({"eagle_config": 7}, r"eagle_config is 7; expected an object"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config"),
-        ({"qkv_bias": True}, r"qkv_bias is True beside attention_bias False"),
+        ({"qkv_bias": True}, r"qkv_bias is True, attention_bias False"),
         ({"attention_bias": True}, r"missing: .*midlayer\.self_attn\.\w+\.bias"),
         ({"layer_types": ["chunked_attention"]}, r"layer_types is \['chunked_attention'\]; expected a list of 1"),
         ({"layer_types": ["full_attention"] * 2}, r"layer_types is .*; expected a list of 1, one of full"),
         ({"layer_types": "sliding_attention"}, r"layer_types is 'sliding_attention'; expected a list of 1"),
-        (SLIDING, r"sliding_window is None beside layers of sliding_attention"),
-        ({**SLIDING, "sliding_window": 0}, r"sliding_window is 0 beside.*1 or more"),
-        ({**SLIDING, "sliding_window": "8"}, r"sliding_window is '8' beside"),
+        (SLIDING, r"sliding_window is None, with layers of sliding_attention"),
+        ({**SLIDING, "sliding_window": 0}, r"sliding_window is 0, with.*1 or more"),
+        ({**SLIDING, "sliding_window": "8"}, r"sliding_window is '8', with"),
         (
             {**SLIDING, "sliding_window": 8, "use_sliding_window": False},
-            r"use_sliding_window is false beside layer_types \['sliding_attention'\]; expected them to agree",
+            r"use_sliding_window is false, but layer_types is \['sliding_attention'\]; expected them to agree",
         ),
         ({"use_sliding_window": True, "sliding_window": 8}, r"use_sliding_window is True without layer_types"),
         ({"model_type": "qwen3"}, r"'qwen3'; expected 'llama'"),

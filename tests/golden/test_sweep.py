@@ -1,4 +1,4 @@
-"""A sweep's folder as it was written before rows were typed: it opens, and the figures that stayed are the same."""
+"""A recorded sweep's folder opens, and its figures are the recorded ones."""
 
 import json
 import shutil
@@ -13,23 +13,14 @@ from peagle.measure.sweep.store import IN_SHORT, RUN, open_run
 
 RECORDED = Path(__file__).with_name("sweep")
 RESULTS = Path(__file__).parents[2] / "results"
-DROPPED = {  # figures of before: they follow from others of run.json, or from raw.jsonl
-    *("conditional_rate", "speedup_median", "tpot_s", "plain_step_s", "verify_cost"),
-    *("per_request",),
-}
-WITHOUT_INTERVAL = {"draft_s", "verify_s", "host_s"}
-WITHOUT_LOOPS = ("num_requests", "acceptance_length", "speedup")
 
 
 def same(recorded: Any, computed: Any) -> bool:
-    """Compare JSON values: every recorded key is there still, numbers equal to nine digits."""
+    """Compare JSON values: the same keys, numbers equal to six digits."""
     if isinstance(recorded, dict):
-        recorded = {name: value for name, value in recorded.items() if name not in DROPPED}
-        for name in WITHOUT_INTERVAL & recorded.keys():
-            recorded[name] = recorded[name] and {"value": recorded[name]["value"]}
-        if "without_loops" in recorded:
-            recorded["without_loops"] = {name: recorded["without_loops"][name] for name in WITHOUT_LOOPS}
-        return all(name in computed and same(value, computed[name]) for name, value in recorded.items())
+        return recorded.keys() == computed.keys() and all(
+            same(value, computed[name]) for name, value in recorded.items()
+        )
     if isinstance(recorded, list):
         return len(recorded) == len(computed) and all(map(same, recorded, computed))
     return bool(recorded == (pytest.approx(computed, rel=1e-6) if isinstance(recorded, float) else computed))

@@ -15,7 +15,7 @@ AUX_LAYER_IDS = (2, 0, 1)
 
 
 @pytest.mark.parametrize("experts", ["packed", "expanded"])
-def test_logits_and_taps_are_the_recorded_ones(experts: Literal["packed", "expanded"]) -> None:
+def test_logits_and_aux_hidden_are_the_recorded_ones(experts: Literal["packed", "expanded"]) -> None:
     with np.load(DIRECTORY / "expected.npz") as recorded:
         token_ids, logits, outputs = (recorded[name] for name in ("token_ids", "logits", "layer_outputs"))
     loaded = load_target(DIRECTORY, experts=experts)

@@ -47,13 +47,13 @@ def test_the_first_is_raised_by_check_alone(number: int, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "goes_on"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, False)]
+    ("number", "continues"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, False)]
 )
-def test_only_ctrl_c_ends_less_than_the_command(number: int, goes_on: bool) -> None:
+def test_only_ctrl_c_ends_less_than_the_command(number: int, continues: bool) -> None:
     with interrupt.handled():
         press(number)
         interrupt.forget()
-        assert interrupt.pressed() is not goes_on
+        assert interrupt.pressed() is not continues
 
 
 @pytest.mark.parametrize("ends", [lambda: None, interrupt.check], ids=["in peace", "by a check"])

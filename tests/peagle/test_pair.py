@@ -336,7 +336,7 @@ def test_a_repository_in_the_local_cache_is_found_by_its_name(
             resolve(name, "drafter")
 
 
-def test_a_pair_that_fits_has_the_drafters_taps(directories: Directories) -> None:
+def test_a_pair_that_fits_has_the_drafters_aux_layers(directories: Directories) -> None:
     assert check_fit(directories.target, directories.drafter).outputs == DRAFTER.aux_layer_ids
 
 
@@ -350,7 +350,7 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "outputs", "description", "doubt"),
+    ("changes", "outputs", "description", "warning"),
     [
         ({KEY: [2, 5, 8]}, (1, 4, 7), "inputs, .* as vLLM reads them", None),
         ({KEY: [1, 3, 4]}, (0, 2, 3), "inputs", r"begin with 1; .* try --aux-layer-ids 1,3,4, .* \[2, 4, 5\] there"),
@@ -380,27 +380,27 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
         ({}, (1, 3, 4), "the target's default, as config.json names none", None),
     ],
 )
-def test_the_reading_of_aux_layer_ids_is_said_and_doubted(
-    tmp_path: Path, changes: dict[str, object], outputs: tuple[int, ...], description: str, doubt: str | None
+def test_the_reading_of_aux_layer_ids_is_said_with_a_warning(
+    tmp_path: Path, changes: dict[str, object], outputs: tuple[int, ...], description: str, warning: str | None
 ) -> None:
     """By their key; a warning if they look like the other convention's, which is never assumed."""
     directory = demo_drafter_that_says(tmp_path / "drafter", **changes)
     fit = check_fit(DEMO_DIRECTORY / "target", directory)
     assert fit.outputs == outputs
     assert re.search(description, fit.description)
-    assert fit.warning is None if doubt is None else re.search(doubt, fit.warning or "")
+    assert fit.warning is None if warning is None else re.search(warning, fit.warning or "")
     chosen = check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 7))
     assert (chosen.outputs, chosen.warning) == ((1, 4, 7), None)
     assert "given" in chosen.description
 
 
-def test_aux_layer_ids_that_are_given_win_and_doubts_are_warnings(tmp_path: Path) -> None:
+def test_aux_layer_ids_that_are_given_win(tmp_path: Path) -> None:
     directory = demo_drafter_that_says(tmp_path / "drafter", **{KEY: [1, 4, 7]})
     plain = load("demo", None)
     with pytest.warns(InputWarning, match="begin with 1"):
-        doubtful = with_drafter(plain, "demo", directory)
+        warned = with_drafter(plain, "demo", directory)
     chosen = with_drafter(plain, "demo", directory, aux_layer_ids=(1, 4, 7))
-    assert [getattr(pair.target, "aux_layer_ids", None) for pair in (doubtful, chosen)] == [(0, 3, 6), (1, 4, 7)]
+    assert [getattr(pair.target, "aux_layer_ids", None) for pair in (warned, chosen)] == [(0, 3, 6), (1, 4, 7)]
     for name in (None, "ngram"):
         with pytest.raises(InputError, match="no drafter with weights"):
             load("demo", name, aux_layer_ids=(1, 4, 7))
@@ -439,10 +439,10 @@ def test_a_drafter_that_does_not_fit_is_refused(
         assert str(tmp_path / "other") in str(caught.value)
 
 
-def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
+def test_fewer_aux_layers_than_the_default_must_be_named(tmp_path: Path) -> None:
     deep = dataclasses.replace(TARGET, layer_types=TARGET.layer_types * 3)
     write_target(tmp_path / "deep", deep, random_tensors(deep, True, 1), mxfp4=True)
-    write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
+    write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_aux_layers=2, aux_layer_ids=None))
     write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
     assert check_fit(tmp_path / "deep", tmp_path / "three").outputs == (1, 3, 5)
     with pytest.raises(InputError, match=r"reads 2 aux layers .* 3: \[1, 3, 5\]"):

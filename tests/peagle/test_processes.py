@@ -104,11 +104,11 @@ def test_two_processes_answer_as_one_does(directory: Path, started: list[subproc
     command = ["speculate", "--target", str(directory), "--drafter", "ngram", "-k", "2", "--prompt-ids", "5,6,7,5,6,7"]
     command += ["-n", "20", "--json", "-"]
     port = free_port()
-    follower, leader = (start(started, port, process, *command) for process in (1, 0))
-    out, err = leader.communicate(timeout=300)
-    assert leader.returncode == 0, err
-    assert follower.communicate(timeout=60) == ("", "")
-    assert follower.returncode == 0
+    worker, coordinator = (start(started, port, process, *command) for process in (1, 0))
+    out, err = coordinator.communicate(timeout=300)
+    assert coordinator.returncode == 0, err
+    assert worker.communicate(timeout=60) == ("", "")
+    assert worker.returncode == 0
     assert main(command) == 0
     alone = json.loads(capsys.readouterr().out)
     together = json.loads(out)
@@ -122,13 +122,13 @@ def test_a_process_that_dies_ends_the_other_with_a_line(directory: Path, started
     command = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7", "-n", "100000", "--ignore-eos"]
     command += ["--context", "100010"]
     port = free_port()
-    follower, leader = (start(started, port, process, *command) for process in (1, 0))
-    assert leader.stdout is not None
-    assert leader.stdout.read(8)  # token ids: it is at work
-    os.kill(follower.pid, signal.SIGKILL)
+    worker, coordinator = (start(started, port, process, *command) for process in (1, 0))
+    assert coordinator.stdout is not None
+    assert coordinator.stdout.read(8)  # token ids: it is at work
+    os.kill(worker.pid, signal.SIGKILL)
     killed = time.monotonic()
-    _, err = leader.communicate(timeout=60)
-    assert leader.returncode == 1
+    _, err = coordinator.communicate(timeout=60)
+    assert coordinator.returncode == 1
     assert time.monotonic() - killed < 30
     lines = [line for line in err.splitlines() if line.startswith("peagle: error")]
     assert len(lines) == 1, err
@@ -139,8 +139,8 @@ def test_processes_that_differ_do_not_begin(directory: Path, started: list[subpr
     line = "process 1 of 2 differs from process 0: --max-new-tokens 4 (process 0: 5); expected the same version"
     command = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7"]
     port = free_port()
-    follower, leader = start(started, port, 1, *command, "-n", "4"), start(started, port, 0, *command, "-n", "5")
-    for process in (leader, follower):
+    worker, coordinator = start(started, port, 1, *command, "-n", "4"), start(started, port, 0, *command, "-n", "5")
+    for process in (coordinator, worker):
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (2, "")
         assert err.splitlines() == [err.strip()]
@@ -157,9 +157,9 @@ def test_a_shard_that_one_process_lacks_ends_all_with_a_line(
     missing = max((tmp_path / "1" / "t").glob("*.safetensors"))
     missing.unlink()
     port, command = free_port(), ("generate", "--target", "t", "--prompt-ids", "5,6,7", "-n", "4")
-    follower, leader = (start(started, port, process, *command, cwd=tmp_path / str(process)) for process in (1, 0))
+    worker, coordinator = (start(started, port, process, *command, cwd=tmp_path / str(process)) for process in (1, 0))
     line = f"t/model.safetensors.index.json names the shard {missing.name!r}, but there is no such file; fetch it again"
-    for process, of in ((leader, "process 1 of 2: "), (follower, "")):
+    for process, of in ((coordinator, "process 1 of 2: "), (worker, "")):
         out, err = process.communicate(timeout=120)
         # the last line: process 0 may say where its own files lie, and warn, before it hears of the other
         assert (process.returncode, out, err.splitlines()[-1]) == (2, "", f"peagle: error: {of}{line}")

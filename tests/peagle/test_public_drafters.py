@@ -74,11 +74,11 @@ def test_it_is_refused_by_name(targets: dict[str, Path], tmp_path: Path, drafter
         load(targets[drafter.target], drafter.write(tmp_path))
 
 
-def test_ids_that_could_be_meant_otherwise_are_doubted(targets: dict[str, Path], tmp_path: Path) -> None:
+def test_ids_that_could_be_meant_otherwise_are_a_warning(targets: dict[str, Path], tmp_path: Path) -> None:
     (v3,) = (drafter for drafter in DRAFTERS if drafter.name.endswith("-v3"))
-    doubt = check_fit(targets["120b"], v3.write(tmp_path)).warning
-    assert doubt is not None
-    assert "counts layer inputs ([24, 30, 36] of 36 layers)" in doubt
+    warning = check_fit(targets["120b"], v3.write(tmp_path)).warning
+    assert warning is not None
+    assert "counts layer inputs ([24, 30, 36] of 36 layers)" in warning
     with pytest.warns(InputWarning, match="counts layer inputs"):
         load(targets["120b"], tmp_path)
 

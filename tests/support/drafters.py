@@ -63,7 +63,7 @@ CONFIGS = {
     ),
     "two layers, norm before residual, biases": _config(
         2, (3, 3, 10), hidden=22, mlp=26, target=14, vocab=53, mask=3, theta=5000.0,
-        num_taps=2, aux_layer_ids=(0, 3), aux_norm="per_tap", norm_before_residual=True,
+        num_aux_layers=2, aux_layer_ids=(0, 3), aux_norm="per_layer", norm_before_residual=True,
         attention_bias=True, mlp_bias=True,
     ),
     "four layers, one kv head": _config(
@@ -78,7 +78,7 @@ CONFIGS = {
     ),
     "EAGLE-3, two layers, norm of the output": _config(
         2, (3, 1, 8), hidden=18, mlp=20, target=14, vocab=41,
-        aux_norm="per_tap", norm_before_residual=True, norm_output=True,
+        aux_norm="per_layer", norm_before_residual=True, norm_output=True,
     ),
     "three layers, a window in two": _config(
         3, (4, 2, 6), hidden=14, mlp=26, target=10, vocab=43, mask=2, windows=(9, None, 9)
@@ -96,12 +96,12 @@ DFLASH_CONFIGS = {
     "DFlash, two layers, biases, YaRN": _config(
         2, (6, 2, 10), hidden=24, mlp=34, target=24, vocab=53, mask=3, theta=150000.0,
         scaling=Yarn(factor=8.0, original_length=16, truncate=False),
-        num_taps=2, aux_layer_ids=(0, 3), qk_norm=True, attention_bias=True,
+        num_aux_layers=2, aux_layer_ids=(0, 3), qk_norm=True, attention_bias=True,
         block_size=8, rms_norm_eps=1e-5, max_positions=131072,
     ),
     "DFlash, three layers, one kv head": _config(
         3, (5, 1, 6), hidden=18, mlp=28, target=18, vocab=47, mask=46,
-        num_taps=3, aux_layer_ids=(1, 4, 6), qk_norm=True, block_size=5, num_target_layers=8,
+        num_aux_layers=3, aux_layer_ids=(1, 4, 6), qk_norm=True, block_size=5, num_target_layers=8,
     ),
 }  # fmt: skip
 BIASED, PLAIN = DFLASH_CONFIGS

@@ -15,10 +15,10 @@ from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.serve.bodies import ChatBody
 from peagle.serve.http import parse
-from peagle.serve.requests import RequestBuilder
+from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.response_bodies import ResponsesBody
-from peagle.serve.responses import as_chat
-from peagle.serve.service import Service
+from peagle.serve.response_chat import as_chat
+from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.pairs import SPECIALS, VOCAB_SIZE
 from tests.support.servers import DATE, K, service_of
@@ -47,7 +47,7 @@ class ScriptedTarget(TargetWithoutLayers):
         return 10 * jax.nn.one_hot(self.script[jnp.maximum(positions, 0)], VOCAB_SIZE, dtype=jnp.float32)
 
 
-def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], **options: Any) -> Service:
+def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], **options: Any) -> SharedState:
     """Make a server that gives these answers to these bodies, whose prompts have different lengths.
 
     An answer may end in a control token that ends it.

@@ -14,7 +14,7 @@ from drafter.load import load_drafter, save_drafter
 from drafter.propose import AnyDrafter, drafter_of
 from peagle.engine.engine import Engine
 from peagle.engine.pages import PageTable
-from peagle.engine.plans import chunk_plan
+from peagle.engine.pass_plans import chunk_plan
 from peagle.engine.request import Request, StepRecord, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops import native

@@ -254,16 +254,16 @@ def _specforge(owner: str, size: str, ids: tuple[int, ...]) -> PublicDrafter:
 
 
 def _specdrift(ids: tuple[int, ...]) -> PublicDrafter:
-    taps = len(ids)
-    norms = {f"fc_norm.{tap}.weight": (HIDDEN,) for tap in range(taps)}
+    num_aux_layers = len(ids)
+    norms = {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(num_aux_layers)}
     return PublicDrafter(
-        f"SpecDrift-{taps}",
+        f"SpecDrift-{num_aux_layers}",
         "20b",
         {
             **GEOMETRY,
             "architectures": ["LlamaForCausalLMEagle3"],
             IDS: [layer + 1 for layer in ids],
-            "num_aux_hidden_states": taps,
+            "num_aux_hidden_states": num_aux_layers,
             "fc_norm": True,
             "norm_output": True,
             "draft_vocab_size": DRAFT_VOCAB,
@@ -271,7 +271,7 @@ def _specdrift(ids: tuple[int, ...]) -> PublicDrafter:
             "rope_theta": 150000.0,
             "rope_scaling": YARN,
         },
-        {**EMBEDDING, **NORM, **HEAD, **MAPS, **MIDLAYER, **norms, "fc.weight": (HIDDEN, taps * HIDDEN)},
+        {**EMBEDDING, **NORM, **HEAD, **MAPS, **MIDLAYER, **norms, "fc.weight": (HIDDEN, num_aux_layers * HIDDEN)},
         ids,
     )
 

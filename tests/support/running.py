@@ -9,7 +9,7 @@ from typing import Any
 
 from peagle.serve.app import create_app
 from peagle.serve.server import Server, ServerOptions, listen, url
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 
 PATIENCE_S = 60.0
 
@@ -25,7 +25,7 @@ def eventually(condition: Callable[[], object]) -> None:
 class Running:
     """A server that listens at `url`."""
 
-    def __init__(self, service: Service, address: socket.socket, options: ServerOptions) -> None:
+    def __init__(self, service: SharedState, address: socket.socket, options: ServerOptions) -> None:
         self.service, self.url = service, url(address)
         self.server = Server(create_app(service), service.loop, options)
         self._thread = threading.Thread(target=self.server.run, args=([address],))
@@ -46,7 +46,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(service: Service, **options: Any) -> Iterator[Running]:
+def running(service: SharedState, **options: Any) -> Iterator[Running]:
     """Run a server. options: of ServerOptions."""
     with listen("127.0.0.1", 0) as address:
         server = Running(service, address, ServerOptions(**options))
@@ -75,7 +75,7 @@ def received_until(connection: socket.socket, end: bytes) -> bytes:
 class Gate:
     """Holds the engine's thread between two steps, and records requests, aborts and dispatches."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: SharedState) -> None:
         self._open, engine = threading.Event(), service.loop.engine
         self.added, self.aborted, self.dispatched = list[object](), list[object](), list[object]()
         step = engine.step

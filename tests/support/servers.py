@@ -15,9 +15,9 @@ from peagle.ops.sizes import PrefixCacheSize
 from peagle.pair import Pair
 from peagle.serve import replies
 from peagle.serve.app import ENDPOINTS, create_app, document
-from peagle.serve.loop import EngineLoop
-from peagle.serve.requests import RequestBuilder
-from peagle.serve.service import Service
+from peagle.serve.engine_loop import EngineLoop
+from peagle.serve.request_builder import RequestBuilder
+from peagle.serve.shared_state import SharedState
 from tests.support.pairs import SPECIALS
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -57,14 +57,14 @@ def service_of(
     kv_memory: int | None = None,
     prefix_cache: PrefixCacheSize = 1_000_000,
     **options: Any,
-) -> Service:
+) -> SharedState:
     # several tests have engines of one shape, and each engine has one driver
     pair.engines.by_config.clear()
     pair = dataclasses.replace(pair, replicas=(pair,) * (replicas - 1))
     shape: dict[str, Any] = {"context": context, "slots": slots, "k_per_request": True}
     config = pair.engine_config(k, kv_memory=kv_memory, prefix_cache=prefix_cache, **shape)
     builder = RequestBuilder(pair, context, DATE, config.num_drafts)
-    return Service(EngineLoop(pair.engine(config), max_queue), builder, MODEL, **options)
+    return SharedState(EngineLoop(pair.engine(config), max_queue), builder, MODEL, **options)
 
 
 class Client(TestClient):
@@ -135,7 +135,7 @@ def chat_of(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**message, "tool_calls": list(calls.values()), "logprobs": entries, "finish_reason": reason}
 
 
-def client_of(service: Service) -> TestClient:
+def client_of(service: SharedState) -> TestClient:
     """Make a client that holds every reply to its published type."""
     app = create_app(service)
     if not DOCUMENT:

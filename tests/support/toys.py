@@ -65,7 +65,7 @@ def drafter_config(target: TargetConfig = CONFIG, **changes: Any) -> DrafterConf
         draft_vocab_size=target.vocab_size,
         mask_token_id=3,
         rope=RopeConfig(6, 10000.0),
-        num_taps=2,
+        num_aux_layers=2,
         aux_layer_ids=(0, 1),
     )
     return dataclasses.replace(config, **changes)
@@ -178,22 +178,22 @@ class FixedLogits(WithoutMemory):
         return DraftOutput(token_ids, logits, confidence), state
 
 
-def costs(k: int, pays: Mapping[int, bool]) -> CostTable:
-    """Make times of steps: where drafting pays it takes next to no time, so that all drafts are verified.
+def costs(k: int, gains: Mapping[int, bool]) -> CostTable:
+    """Make times of steps: where drafting gains it takes next to no time, so that all drafts are verified.
 
-    pays: by number of active slots; a number without an entry is as the next smaller one.
+    gains: by number of active slots; a number without an entry is as the next smaller one.
     """
 
     def times(first: int, last: int, much: bool) -> tuple[tuple[int, float], ...]:
         return ((first, float(first > 0)), (last, 1e3 if much else 1.0 + 1e-4))
 
-    verify = {number: times(number, number * (k + 1), not pay) for number, pay in pays.items()}
-    return CostTable(verify, {number: ((0, 0.0), (number * k, 1e-4)) for number in pays})
+    verify = {number: times(number, number * (k + 1), not gain) for number, gain in gains.items()}
+    return CostTable(verify, {number: ((0, 0.0), (number * k, 1e-4)) for number in gains})
 
 
-def drafting_at(engine: Engine, pays: Mapping[int, bool]) -> Engine:
+def drafting_at(engine: Engine, gains: Mapping[int, bool]) -> Engine:
     """Give an adaptive engine the times of `costs`."""
-    engine.costs = costs(engine.config.num_speculative_tokens, pays)
+    engine.costs = costs(engine.config.num_speculative_tokens, gains)
     return engine
 
 

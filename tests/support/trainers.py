@@ -14,10 +14,10 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.train import step
-from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.config import Cod
 from drafter.train.folder import LOG, read_log
 from drafter.train.recipe import Recipe
+from drafter.train.row_batches import DocumentSource, RowBatches, pack
 from drafter.train.shards import Document
 from drafter.train.trainer import Trainer
 from peagle.ops.rope import RopeConfig
@@ -35,7 +35,7 @@ CONFIG = DrafterConfig(
     draft_vocab_size=VOCAB,
     mask_token_id=VOCAB - 1,
     rope=RopeConfig(8, 10000.0),
-    num_taps=2,
+    num_aux_layers=2,
     aux_layer_ids=(0, 1),
 )
 RECIPE = Recipe(steps=12, width=24, cod=Cod(depth=3), learning_rate=0.02, other_rate=0.02)

@@ -17,7 +17,7 @@ from peagle.engine.speculation import OFF, WINDOW_KEY, Speculation, speculation_
 from peagle.engine.widths import MIDDLES, Counts
 from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.plan import Plan
-from peagle.measure.sweep.run import Progress, SweepRun, models_of
+from peagle.measure.sweep.runner import Progress, SweepRun, models_of
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
@@ -82,7 +82,7 @@ def _counts(lists: Sequence[Any]) -> Counts:
 
 
 def calibrations_of(folder: Folder) -> list[Calibration]:
-    """Read the calibrations of a run; older runs have none."""
+    """Read the calibrations of a run; none before it ends, or without `auto`."""
     return [Calibration.from_json(value) for value in folder.record.get("calibrations", ())]
 
 

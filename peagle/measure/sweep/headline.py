@@ -203,7 +203,7 @@ def recommended(verdict: Verdict, where: str) -> str:
     """Recommend the fastest variant, or plain decoding."""
     row = verdict.fastest
     if row is None or not verdict.gains:
-        return f"Use {PLAINLY}{where}: no drafts pay here."
+        return f"Use {PLAINLY}{where}: no drafts save time here."
     if verdict.sure:
         return f"Use {variant_text(row.label)}{where}."
     return (

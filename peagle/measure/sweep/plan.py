@@ -41,7 +41,7 @@ PLAIN = Variant(0)
 class Workload:
     """Requests to compare variants on, and their sampling."""
 
-    prompts: str  # name of a Source
+    prompts: str  # name of a PromptSource
     raw: bool  # without the chat template
     temperature: float
 

@@ -1,10 +1,10 @@
 """The folder of a run. A run that is killed loses at most the requests being decoded.
 
-    run.json        schema, plan, provenance ("sittings": one per process of the run and its resumes); at the end
-                    profiles ("shares"), figures ("rows"), and figures of many requests at once ("by_concurrency")
-    prompts.jsonl   a line per request, and a line per conversation or row left out, with the reason
-    asking.jsonl    a line per conversation, until prompts.jsonl is complete
-    raw.jsonl       a line per decoded request, in the order of decoding
+    run.json             schema, plan, provenance ("origins": one per process of the run and its resumes); at the end
+                         profiles ("shares"), figures ("rows"), and figures of many requests at once ("by_concurrency")
+    prompts.jsonl        a line per request, and a line per conversation or row left out, with the reason
+    conversations.jsonl  a line per conversation, until prompts.jsonl is complete
+    raw.jsonl            a line per decoded request, in the order of decoding
 
 README.md, report.html and the pictures are made from these.
 """
@@ -30,12 +30,11 @@ SCHEMA, KIND = 3, "sweep"
 IN_SHORT = "sweep in short"  # the kind of a run's summary by scripts.publish
 ITL_QUANTILES = (0.5, 0.9, 0.99)
 FEWEST_WAITS = 4  # between two arrivals of tokens, for quantiles
-RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
+RUN, PROMPTS, CONVERSATIONS, RAW = "run.json", "prompts.jsonl", "conversations.jsonl", "raw.jsonl"
 
 Json = dict[str, Any]
 # fields whose own fields stand in the line itself
 _FLAT: dict[str, Any] = {"workload": Workload, "variant": Variant, "counters": Counters}
-_KEYS = {"num_spec_tokens": "num_speculative_tokens", "requests": "asked"}  # keys that differ from the field's name
 
 Record = TypeVar("Record")
 Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repeat, request
@@ -151,7 +150,7 @@ class Folder:
         self.path, self.record = path, record
         try:
             self.plan = Plan.from_json(record["plan"])
-            missing = [name for name in ("sittings", "shares", "rows") if name not in record]
+            missing = [name for name in ("origins", "shares", "rows") if name not in record]
         except InputError as error:
             raise InputError(f"{path / RUN}: {error}") from None
         except (KeyError, TypeError) as error:
@@ -166,7 +165,7 @@ class Folder:
     @property
     def origins(self) -> list[Json]:
         """The provenance of each process of the run."""
-        origins: list[Json] = self.record["sittings"]
+        origins: list[Json] = self.record["origins"]
         return origins
 
     @property
@@ -182,7 +181,7 @@ class Folder:
     def discard(self) -> None:
         """Remove the folder, unless it holds decoded requests, or later turns, whose prompts took decoding."""
         if not self.samples() and all(len(conversation.requests) < 2 for conversation in self.conversations()):
-            for name in (ASKING, RAW, RUN):
+            for name in (CONVERSATIONS, RAW, RUN):
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
 
@@ -205,22 +204,22 @@ class Folder:
         return [request for request in requests if (request.prompts, request.raw) == (workload.prompts, workload.raw)]
 
     def save_prompts(self, conversations: Sequence[SweepConversation], skipped: Mapping[str, Sequence[str]]) -> None:
-        """Write prompts.jsonl, and remove asking.jsonl. skipped: by source, the reasons for rows without a prompt."""
+        """Write prompts.jsonl; remove conversations.jsonl. skipped: reasons for rows without a prompt, by source."""
         records: list[SweepRequest | LeftOut] = [
             *(request for conversation in conversations for request in conversation.requests),
             *(LeftOut(name, None, None, why) for name, reasons in skipped.items() for why in reasons),
             *(LeftOut(cut.prompts, cut.raw, cut.row, cut.why) for cut in conversations if cut.why),
         ]
         _write(self.path / PROMPTS, "".join(dumps(dataclasses.asdict(record)) + "\n" for record in records))
-        (self.path / ASKING).unlink(missing_ok=True)
+        (self.path / CONVERSATIONS).unlink(missing_ok=True)
 
     def conversations(self) -> list[SweepConversation]:
-        """Read asking.jsonl."""
-        return list(_records(self.path / ASKING, lambda line: record_of(SweepConversation, line)))
+        """Read conversations.jsonl."""
+        return list(_records(self.path / CONVERSATIONS, lambda line: record_of(SweepConversation, line)))
 
     def samples(self) -> list[Sample]:
         """Read raw.jsonl, without its errors."""
-        records = _records(self.path / RAW, lambda line: None if "error" in line else _sample(line))
+        records = _records(self.path / RAW, lambda line: None if "error" in line else record_of(Sample, line))
         return [sample for sample in records if sample is not None]
 
     def errors(self) -> dict[tuple[Workload, Variant], str]:
@@ -241,13 +240,13 @@ class Folder:
         _append(self.path / RAW, [line_of(workload) | line_of(variant) | {"error": message}])
 
     def append_conversation(self, conversation: SweepConversation) -> None:
-        _append(self.path / ASKING, [line_of(conversation)])
+        _append(self.path / CONVERSATIONS, [line_of(conversation)])
 
 
 def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
     """Create a run's folder. Raises InputError if the path exists."""
     expect_new(path)
-    record: Json = {"schema": SCHEMA, "kind": KIND, "plan": plan.to_json(), "sittings": [provenance]}
+    record: Json = {"schema": SCHEMA, "kind": KIND, "plan": plan.to_json(), "origins": [provenance]}
     record |= {"shares": [], "rows": None}
     hidden = path.with_name(f".{path.name}.tmp")  # renamed with run.json in it, so that no folder lacks one
     with writing(path):
@@ -267,14 +266,10 @@ def open_run(path: Path) -> Folder:
         raise InputError(why) from None
     except (ValueError, AttributeError):  # no JSON, or no object
         kind = schema = None
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise InputError(f"{path} has schema {schema} of a newer peagle; expected at most {SCHEMA}: update peagle")
     if kind == IN_SHORT:
         raise InputError(f"{path} holds the summary of a run; expected the folder of peagle sweep, with its raw lines")
-    if schema not in (2, SCHEMA) or kind != KIND:
+    if schema != SCHEMA or kind != KIND:
         raise InputError(f"{path / RUN} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
-    if schema == 2:  # its shares are not by request, so they cannot be used
-        record |= {"schema": SCHEMA, "shares": []}
     return Folder(path, record)
 
 
@@ -283,7 +278,7 @@ def line_of(record: Any) -> Json:
     line = dataclasses.asdict(record)
     for name in reversed(_FLAT):
         line = line.pop(name, {}) | line
-    return {_KEYS.get(name, name): value for name, value in line.items() if value is not None}
+    return {name: value for name, value in line.items() if value is not None}
 
 
 def record_of(kind: type[Record], line: Json) -> Record:
@@ -295,30 +290,20 @@ def record_of(kind: type[Record], line: Json) -> Record:
     return record
 
 
-def _sample(line: Json) -> Sample:
-    """Read a sample. A line of before may lack the number of tokens after its end, which follows from the others."""
-    sample = record_of(Sample, line)
-    if "num_truncated" in line:
-        return sample
-    decided = 1 + sample.counters.num_accepted + sample.num_passes
-    counters = dataclasses.replace(sample.counters, num_truncated=max(0, decided - sample.output_tokens))
-    return dataclasses.replace(sample, counters=counters)
-
-
 def _take(kind: Any, line: Json) -> Any:
     """Make a record of its keys, which are removed from the line."""
     values: Json = {}
     for field in dataclasses.fields(kind):
-        key = _KEYS.get(field.name, field.name)
-        if field.name in _FLAT:
-            values[field.name] = _take(_FLAT[field.name], line)
-        elif key in line or field.default is dataclasses.MISSING:
-            value = line.pop(key)
-            if key == "asked":
+        name = field.name
+        if name in _FLAT:
+            values[name] = _take(_FLAT[name], line)
+        elif name in line or field.default is dataclasses.MISSING:
+            value = line.pop(name)
+            if name == "requests":
                 value = [record_of(SweepRequest, request) for request in value]
-            elif key == "bound":
+            elif name == "bound":
                 value = _take(Bound, value)
-            values[field.name] = tuple(value) if isinstance(value, list) else value
+            values[name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
 
 

@@ -202,16 +202,16 @@ def paged_attention(
     on_xla = functools.partial(_on_xla, num_heads=num_heads)
     if implementation == "xla":
         return on_xla(*operands)
-    if _cuda_takes(qkv, pages.key):
+    if _cuda_supports(qkv, pages.key):
         if implementation == "cuda":
             return _on_cuda(*operands)
         return jax.lax.platform_dependent(*operands, cuda=_on_cuda, default=on_xla)
     if implementation == "cuda":
-        raise cuda.not_taken(f"bfloat16, heads of {calls.HEAD_DIM} and pages of {calls.PAGE}")
+        raise cuda.unsupported(f"bfloat16, heads of {calls.HEAD_DIM} and pages of {calls.PAGE}")
     return on_xla(*operands)
 
 
-def _cuda_takes(qkv: jax.Array, key: jax.Array) -> bool:
+def _cuda_supports(qkv: jax.Array, key: jax.Array) -> bool:
     """Check that the CUDA kernels run here and take such rows and pages [P, S, G, H]."""
     if not cuda.available():
         return False

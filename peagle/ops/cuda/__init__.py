@@ -18,8 +18,8 @@ from pathlib import Path
 import jax
 
 from peagle.ops import native
-from peagle.ops.cuda.check import check
 from peagle.ops.cuda.nvrtc import HOPPER, CudaError, compile_kernels
+from peagle.ops.cuda.self_test import check
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import LAUNCHER
 
@@ -62,7 +62,7 @@ def on_hopper(capability: str) -> bool:
     return capability == "9.0"
 
 
-def not_taken(limits: str) -> InputError:
+def unsupported(limits: str) -> InputError:
     """Make the error of an op whose CUDA kernels were chosen by name but cannot run. limits: of the operands."""
     runs, line = status()
     why = f"take these operands; expected {limits}" if runs else f"run here ({line.removeprefix('XLA: ')})"

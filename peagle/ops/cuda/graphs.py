@@ -15,9 +15,9 @@ import numpy as np
 
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
-from peagle.ops.cuda.check import random_halves
 from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.cuda.pack import pack
+from peagle.ops.cuda.self_test import random_halves
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.norm import Norm
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.collectives import LocalExperts, Ranks
-from peagle.ops.cuda import not_taken
+from peagle.ops.cuda import unsupported
 from peagle.ops.cuda.calls import MAX_ROWS, TILED_TOP_K
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import cuda, native, reference
@@ -104,9 +104,9 @@ def expert_mlp(
         raise TypeError("the kernels compute these experts with their norm and router; call expert_block")
     if implementation == "native":
         raise InputError("the weights are not packed for the native kernels; load them for 'native'")
-    in_cuda = implementation != "xla" and isinstance(experts, PackedExperts) and cuda.takes(x, experts)
+    in_cuda = implementation != "xla" and isinstance(experts, PackedExperts) and cuda.supports(x, experts)
     if implementation == "cuda" and not in_cuda:
-        raise not_taken(f"MXFP4 experts, bfloat16 activations and up to {MAX_ROWS} rows")
+        raise unsupported(f"MXFP4 experts, bfloat16 activations and up to {MAX_ROWS} rows")
     dtype = x.dtype if dtype is None else dtype
     if isinstance(experts, FusedExperts):
         return reference.fused(x, route_dense(router_logits, top_k, local), experts, swiglu_limit).astype(dtype)

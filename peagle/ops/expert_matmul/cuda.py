@@ -12,7 +12,7 @@ from peagle.ops.expert_matmul.weights import PackedExperts, TiledExperts
 from peagle.ops.norm import Norm
 
 
-def takes(x: jax.Array, experts: PackedExperts) -> bool:
+def supports(x: jax.Array, experts: PackedExperts) -> bool:
     """Check that the kernels run here and take such operands."""
     if not cuda.available():
         return False
@@ -33,7 +33,7 @@ def routed(x: BFloat16[Array, "T D"], choices: Choices, experts: PackedExperts, 
 def tiled_experts(experts: PackedExperts, top_k: int) -> PackedExperts | TiledExperts:
     """Lay out a layer's experts for a Hopper GPU; unchanged if its kernels do not run here or do not take them."""
     (num_experts, outputs), width = experts.gate_up_bias.shape, experts.down_bias.shape[1]
-    takes = (
+    supported = (
         (outputs, width, top_k) == (2 * calls.TILED_WIDTH, calls.TILED_WIDTH, calls.TILED_TOP_K)
         and num_experts <= calls.TILED_EXPERTS
         and num_experts % 8 == 0
@@ -41,7 +41,7 @@ def tiled_experts(experts: PackedExperts, top_k: int) -> PackedExperts | TiledEx
         and cuda.has_tiles()
         and max(int(scales.max()) for scales in (experts.gate_up_scales, experts.down_scales)) <= LARGEST_SCALE
     )
-    return tile(experts) if takes else experts
+    return tile(experts) if supported else experts
 
 
 def tile(experts: PackedExperts) -> TiledExperts:

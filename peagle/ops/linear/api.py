@@ -73,7 +73,7 @@ def _product(
     """See `linear`; the result is in `dtype`."""
     if not isinstance(weight, PackedMatrix):
         normalised = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
-        if implementation != "xla" and dtype == x.dtype and cuda.takes(normalised, weight, bias, residual):
+        if implementation != "xla" and dtype == x.dtype and cuda.supports(normalised, weight, bias, residual):
             return _of_few_rows(normalised, weight, bias, residual)
         return _on_xla(normalised, weight, bias, residual, dtype=dtype)
     rows = x.reshape(-1, x.shape[-1])

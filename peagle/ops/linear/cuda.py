@@ -9,7 +9,7 @@ from peagle.ops import cuda
 from peagle.ops.cuda import calls
 
 
-def takes(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> bool:
+def supports(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> bool:
     """Check that the kernels run here and take such operands."""
     rows, (inputs, outputs) = math.prod(x.shape[:-1]), weight.shape
     return (

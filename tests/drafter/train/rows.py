@@ -31,7 +31,7 @@ T = 24
 QUICKLY: Any = {"xla_backend_optimization_level": 0}  # for programs that run once
 Data = dict[str, np.ndarray]
 Counts = tuple[int, ...]  # chains at depth 1, 2, ...
-Chains = tuple[np.ndarray, np.ndarray]  # (anchors, reach) of both sequences
+Chains = tuple[np.ndarray, np.ndarray]  # (anchors, last_depth) of both sequences
 
 
 def sequence(seed: int) -> Data:

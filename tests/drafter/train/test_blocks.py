@@ -12,12 +12,12 @@ from drafter import reference
 from drafter.load import to_tensors
 from drafter.model import head
 from drafter.params import DrafterParams
-from drafter.train.batches import RowBatch
 from drafter.train.cod import Partition, sample_blocks
 from drafter.train.config import Cod
 from drafter.train.forward import forward_blocks
 from drafter.train.loss import Sums, chain_loss, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
+from drafter.train.row_batches import RowBatch
 from drafter.train.step import Fixed, FrozenWeights, State, next_state
 from tests.drafter.train.rows import training_rows
 from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, random_params
@@ -52,8 +52,8 @@ def sampled(data: dict[str, np.ndarray], partition: Partition, counts: Any) -> l
 def test_training_computes_the_references_drafts(name: str, window: int | None) -> None:
     """At anchors of both documents: the logits of every draft are those of drafting after the anchor."""
     config, params = DFLASH_CONFIGS[name].with_window(window), random_params(DFLASH_CONFIGS[name])
-    assert config.most_drafts is not None
-    depth = config.most_drafts  # a drafter's blocks are whole, in training and in the reference
+    assert config.block_drafts is not None
+    depth = config.block_drafts  # a drafter's blocks are whole, in training and in the reference
     rng, anchors = np.random.default_rng(1), np.array([[3, 14, 0, 9]], np.int32)
     data = row(2)
     aux = rng.normal(0, 1, (1, T, config.aux_width)).astype(np.float32)
@@ -72,10 +72,10 @@ def test_training_computes_the_references_drafts(name: str, window: int | None) 
 
 def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
     data, partition = row(3), Partition(T)
-    ((anchors, reach),) = sampled(data, partition, partition.block_counts(DEPTH, BLOCKS))
-    real = anchors[reach >= 0]
+    ((anchors, last_depth),) = sampled(data, partition, partition.block_counts(DEPTH, BLOCKS))
+    real = anchors[last_depth >= 0]
     assert len(set(real.tolist())) == len(real) == BLOCKS
-    assert set(reach[reach >= 0].tolist()) == {DEPTH - 1}
+    assert set(last_depth[last_depth >= 0].tolist()) == {DEPTH - 1}
     first = real + 2
     assert (data["trained"][0, first] > 0).all()
     assert (data["segment_ids"][0, first] == data["segment_ids"][0, real]).all()
@@ -89,14 +89,14 @@ def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
     )[0][0]
     assert set(other.tolist()) != set(real.tolist())
     everything = partition.block_counts(DEPTH, T)
-    ((anchors, reach),) = sampled(data, partition, everything)
-    assert (reach == -1).any()  # more room than anchors
+    ((anchors, last_depth),) = sampled(data, partition, everything)
+    assert (last_depth == -1).any()  # more room than anchors
     expected = [
         a
         for a in range(T - 2)
         if data["trained"][0, a + 2] and data["segment_ids"][0, a] == data["segment_ids"][0, a + 2]
     ]
-    assert sorted(anchors[reach >= 0].tolist()) == [a for a in expected if data["segment_ids"][0, a]]
+    assert sorted(anchors[last_depth >= 0].tolist()) == [a for a in expected if data["segment_ids"][0, a]]
 
 
 def sums_of(params: DrafterParams, data: dict[str, np.ndarray], chains: Any, counts: Any, **options: Any) -> Sums:
@@ -109,13 +109,13 @@ def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
     """Counted by hand, with every anchor; a block reaches into neither the next document nor the prompt."""
     data, partition = row(5), Partition(T)
     counts = partition.block_counts(DEPTH, T)
-    ((anchors, reach),) = sampled(data, partition, counts)
-    sums = sums_of(random_params(ONE_LAYER), data, (anchors, reach), counts[0])
+    ((anchors, last_depth),) = sampled(data, partition, counts)
+    sums = sums_of(random_params(ONE_LAYER), data, (anchors, last_depth), counts[0])
     segment, trained = data["segment_ids"][0], data["trained"][0]
     expected = [
         sum(
             trained[a + depth + 2] > 0 and segment[a + depth + 2] == segment[a]
-            for a, r in zip(anchors[0], reach[0], strict=True)
+            for a, r in zip(anchors[0], last_depth[0], strict=True)
             if r >= 0 and a + depth + 2 < T
         )
         for depth in range(DEPTH)
@@ -127,7 +127,7 @@ def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
 def test_later_drafts_count_less_by_the_decay() -> None:
     data, partition = row(6), Partition(T)
     counts, params = partition.block_counts(DEPTH, BLOCKS), random_params(ONE_LAYER)
-    ((anchors, reach),) = sampled(data, partition, counts)
+    ((anchors, last_depth),) = sampled(data, partition, counts)
 
     def loss_of(draft: int, decay: float | None) -> float:
         """The loss with the tokens of one draft alone trained, for one block."""
@@ -136,7 +136,7 @@ def test_later_drafts_count_less_by_the_decay() -> None:
         only[0, anchor + 2 + draft] = 1.0
         same = np.array(data["segment_ids"])
         same[0, : anchor + 3 + draft] = same[0, anchor]
-        chains = anchors[:, :1], reach[:, :1]
+        chains = anchors[:, :1], last_depth[:, :1]
         few = (1,) * (DEPTH - 1)
         changed = {**data, "trained": only, "segment_ids": same}
         return float(sums_of(params, changed, chains, few, draft_decay=decay).loss)
@@ -154,8 +154,8 @@ def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndar
         "log_total": np.full((1, T), 2.0, np.float32),
     }
     names = ("token_ids", "positions", "segment_ids", "trained")
-    anchors, reach = zip(*chains, strict=True)
-    return jax.tree.map(jnp.asarray, RowBatch(*(data[name] for name in names), anchors, reach, teacher))
+    anchors, last_depth = zip(*chains, strict=True)
+    return jax.tree.map(jnp.asarray, RowBatch(*(data[name] for name in names), anchors, last_depth, teacher))
 
 
 @pytest.mark.parametrize("rule", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.config import Cod
 from drafter.train.folder import best_held_out
 from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation, score_of
 from drafter.train.recipe import Recipe
+from drafter.train.row_batches import DocumentSource, RowBatches, pack
 from drafter.train.shards import ALONE, Document
 from peagle.ops.errors import InputError
 from peagle.workflows.dataset import cut_prompt

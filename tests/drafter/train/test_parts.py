@@ -13,11 +13,11 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import init_params
 from drafter.train import forward, loss
-from drafter.train.batches import RowBatch
 from drafter.train.cod import Partition, sample_chains
 from drafter.train.config import Cod
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe
+from drafter.train.row_batches import RowBatch
 from drafter.train.step import Fixed, gradients_of
 from peagle.ops.errors import InputError
 from tests.drafter.train.rows import QUICKLY, SMALL, T, chains_of_parts, on_device, sequence
@@ -55,10 +55,10 @@ def gradients(config: DrafterConfig, parts: int) -> tuple[Sums, Any]:
     recipe, data, counts = dataclasses.replace(RECIPE, parts=parts), sequence(6), ((T // parts,) * 2,) * parts
     data["trained"][:, :8] = 0.0
     drawn = chains_of_parts(data, recipe.cod, recipe.partition, counts, config.kind == "DFlash")
-    anchors, reach = (tuple(jnp.asarray(part[i]) for part in drawn) for i in (0, 1))
+    anchors, last_depth = (tuple(jnp.asarray(part[i]) for part in drawn) for i in (0, 1))
     device = on_device(data)
     target = Known(device.pop("target_logits"), device.pop("aux_hidden"))
-    batch = RowBatch(**device, anchors=anchors, reach=reach, teacher={})
+    batch = RowBatch(**device, anchors=anchors, last_depth=last_depth, teacher={})
     sums: Sums
     sums, gradient = run(params, config, recipe, counts, Fixed(teacher=target), batch)
     return sums, gradient
@@ -90,9 +90,9 @@ def test_a_part_has_room_for_its_share_and_cuts_the_deepest_excess() -> None:
     assert len(counts) == 4
     assert all(10 >= room[0] >= room[1] >= room[2] >= 40 * 0.9**3 / 4 for room in counts)
     parts = sample_chains(cod, *everywhere, partition, counts, np.random.default_rng(0))
-    for (anchors, reach), room, start, end in zip(parts, counts, partition.starts, partition.ends, strict=True):
-        assert all((reach >= d).sum() <= room[d - 1] for d in (1, 2, 3))
-        grown = anchors[reach > 0]
+    for (anchors, last_depth), room, start, end in zip(parts, counts, partition.starts, partition.ends, strict=True):
+        assert all((last_depth >= d).sum() <= room[d - 1] for d in (1, 2, 3))
+        grown = anchors[last_depth > 0]
         assert ((start <= grown + 1) & (grown + 1 < end)).all()
         assert (anchors < end).all(), "padding stays where there is context"
 
@@ -104,8 +104,8 @@ def test_parts_that_make_no_sense_are_one_line(starts: tuple[int, ...], says: st
 
 
 def test_with_windows_memory_is_that_of_a_part_whatever_the_row() -> None:
-    """A gradient over a row of thousands of tokens takes what a part and its reach take: here 134 tokens at depth 2,
-    of which a value of every kind and all scores are small beside a single value of all rows."""
+    """A gradient over a row of thousands of tokens takes what a part and its receptive field take: here 134 tokens at
+    depth 2, of which a value of every kind and all scores are small beside a single value of all rows."""
     config = dataclasses.replace(SMALL, num_layers=1, windows=(4,))
     params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     width, parts = 1 << 13, 1 << 6

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from drafter.train.batches import DocumentSource, Row, pack
+from drafter.train.row_batches import DocumentSource, Row, pack
 from drafter.train.shards import (
     Document,
     expect_folder,

@@ -91,13 +91,13 @@ def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(
 def test_cod_keeps_whole_chains_inside_the_trained_region() -> None:
     data, cod = sequence(2), Cod(depth=5, ratio=0.8, min_ratio=0.2)
     counts = cod.counts(T)
-    anchors, reach = chains(data, cod, counts)
+    anchors, last_depth = chains(data, cod, counts)
     for row in range(2):
         assert len(set(anchors[row].tolist())) == len(anchors[row])
-        assert (np.diff(reach[row]) <= 0).all()
-        assert all((reach[row] >= d).sum() <= counts[d - 1] for d in range(1, cod.depth))
-        assert (reach[row] > 0).any()
-        for anchor, deepest in zip(anchors[row], reach[row], strict=True):
+        assert (np.diff(last_depth[row]) <= 0).all()
+        assert all((last_depth[row] >= d).sum() <= counts[d - 1] for d in range(1, cod.depth))
+        assert (last_depth[row] > 0).any()
+        for anchor, deepest in zip(anchors[row], last_depth[row], strict=True):
             for depth in range(deepest + 1) if deepest else ():
                 label = anchor + depth + 2
                 assert data["trained"][row, label] > 0
@@ -109,17 +109,17 @@ def test_cod_counts_are_those_of_the_paper() -> None:
     assert Cod(depth=3, ratio=0.1, min_ratio=0.2).counts(10) == (1, 1)
     everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
     cod = Cod(depth=4)
-    ((_, reach),) = sample_chains(cod, *everywhere, Partition(40), (cod.counts(40),), np.random.default_rng(0))
+    ((_, last_depth),) = sample_chains(cod, *everywhere, Partition(40), (cod.counts(40),), np.random.default_rng(0))
     expected = cod.counts(38)  # of 40 anchors the last two have no label
-    assert tuple(int((reach >= d).sum()) for d in (1, 2, 3)) == expected
+    assert tuple(int((last_depth >= d).sum()) for d in (1, 2, 3)) == expected
 
 
 def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its_token(params) -> None:
     data, cod = sequence(3), Cod(depth=3)
     counts = cod.counts(T)
-    anchors, reach = chains(data, cod, counts)
-    device, on_anchors = on_device(data), jnp.asarray(anchors)
-    run = jax.jit(lambda: sums(params, data, "half", anchors=on_anchors, reach=jnp.asarray(reach), counts=counts))
+    anchors, last_depth = chains(data, cod, counts)
+    device, on_anchors, depths = on_device(data), jnp.asarray(anchors), jnp.asarray(last_depth)
+    run = jax.jit(lambda: sums(params, data, "half", anchors=on_anchors, last_depth=depths, counts=counts))
     result = run()
     # brute force, row by row, through the uncached pass
     shifted = np.pad(data["token_ids"][:, 1:], ((0, 0), (0, 1)))
@@ -129,7 +129,7 @@ def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its
     anchor, depth = map(np.asarray, rows_of(jnp.asarray(anchors), counts, T))
     total, count = 0.0, np.zeros(cod.depth)
     for b in range(2):
-        kept = {(a, d) for a, r in zip(anchors[b], reach[b], strict=True) for d in range(1, r + 1)}
+        kept = {(a, d) for a, r in zip(anchors[b], last_depth[b], strict=True) for d in range(1, r + 1)}
         for row, (a, d) in enumerate(zip(anchor[b], depth[b], strict=True)):
             token = a + d + 2
             if (d and (a, d) not in kept) or token >= T or not data["trained"][b, token]:
@@ -266,11 +266,11 @@ def test_the_losses(small) -> None:
     """kl is never below 0, and all losses in nats agree if the label has probability 1."""
     data, cod = sequence(8), Cod(depth=3)
     counts = cod.counts(T)
-    anchors, reach = map(jnp.asarray, chains(data, cod, counts))
+    anchors, last_depth = map(jnp.asarray, chains(data, cod, counts))
 
     @jax.jit
     def losses(logits: jax.Array) -> list[jax.Array]:
-        rows = {"anchors": anchors, "reach": reach, "counts": counts, "config": SMALL}
+        rows = {"anchors": anchors, "last_depth": last_depth, "counts": counts, "config": SMALL}
         return [sums(small, {**data, "target_logits": logits}, name, **rows).loss for name in LOSSES]
 
     by_name = dict(zip(LOSSES, map(float, losses(jnp.asarray(data["target_logits"]))), strict=True))
@@ -328,12 +328,12 @@ def test_labels_from_all_tokens_and_from_the_best_agree() -> None:
 def test_a_token_that_cannot_be_proposed_adds_no_loss(small) -> None:
     data, cod = sequence(9), Cod(depth=2)
     counts = cod.counts(T)
-    anchors, reach = map(jnp.asarray, chains(data, cod, counts))
+    anchors, last_depth = map(jnp.asarray, chains(data, cod, counts))
     kept = jnp.asarray([t for t in range(31) if t % 3], jnp.int32)
     narrow = dataclasses.replace(small, lm_head=small.lm_head[:, kept], draft_to_target=kept)
     config = dataclasses.replace(SMALL, draft_vocab_size=len(kept))
     logits = jnp.asarray(data["target_logits"])
-    rows = {"anchors": anchors, "reach": reach, "counts": counts}
+    rows = {"anchors": anchors, "last_depth": last_depth, "counts": counts}
     sums_of_narrow = sums(narrow, data, "cross_entropy", labels_of_logits(logits, kept), config, **rows)
     full = sums(small, data, "cross_entropy", config=SMALL, **rows)
     assert 0.4 < float(sums_of_narrow.rows.sum() / full.rows.sum()) < 0.9

@@ -20,10 +20,10 @@ import pytest
 
 import drafter.train.trainer
 from drafter.params import DrafterParams, init_params
-from drafter.train.batches import DocumentSource, RowBatches, pack
 from drafter.train.folder import CHECKPOINTS, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import HeldOut
 from drafter.train.recipe import rate_schedule
+from drafter.train.row_batches import DocumentSource, RowBatches, pack
 from drafter.train.trainer import Deadline, StepTimer, Trainer, TrainingStopped
 from peagle.ops.errors import InputError
 from tests.support.trainers import CONFIG, RECIPE, curve, document, initial, keep_programs, same, trainer
@@ -371,7 +371,7 @@ def test_muon_and_clipping_and_bfloat16_train_too(tmp_path: Path) -> None:
 def test_data_with_and_without_stored_results_of_the_target_train_together() -> None:
     """Then the target runs for all: a batch uses stored results only if all of its rows have them."""
     stored = {"aux_hidden": np.zeros((7, CONFIG.aux_width), np.float32)}
-    with_taps = DocumentSource(pack([dataclasses.replace(document(0, 7), teacher=stored)], RECIPE.width), 1)
+    with_aux = DocumentSource(pack([dataclasses.replace(document(0, 7), teacher=stored)], RECIPE.width), 1)
     without = DocumentSource(pack([document(1, 7)], RECIPE.width), 1)
     counts = RECIPE.partition.counts(RECIPE.cod, RECIPE.width)
 
@@ -379,8 +379,8 @@ def test_data_with_and_without_stored_results_of_the_target_train_together() -> 
         batches = RowBatches(sources, RECIPE, counts)
         return set(batches.at(0).teacher)
 
-    assert teacher(with_taps) == {"aux_hidden"}
-    assert teacher(with_taps, without) == teacher(without, with_taps) == set()
+    assert teacher(with_aux) == {"aux_hidden"}
+    assert teacher(with_aux, without) == teacher(without, with_aux) == set()
 
 
 # What ends it

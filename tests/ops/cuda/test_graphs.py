@@ -11,7 +11,7 @@ import pytest
 from peagle.engine import programs
 from peagle.ops import cuda, kernels
 from peagle.ops.cuda import CudaError, graphs
-from peagle.ops.cuda.check import random_halves
+from peagle.ops.cuda.self_test import random_halves
 from peagle.workflows.check import check_kernels
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from peagle.ops import cuda, kernels, native
 from peagle.ops.cuda import calls, graphs, nvrtc
-from peagle.ops.cuda.check import check
+from peagle.ops.cuda.self_test import check
 from peagle.ops.expert_matmul import PackedExperts, expert_mlp
 from peagle.ops.native import build
 from tests.ops.conftest import DRIVER, GPU_PRAGMAS

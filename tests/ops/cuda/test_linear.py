@@ -45,7 +45,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "inputs", "outputs", "takes"),
+    ("rows", "dtype", "inputs", "outputs", "supported"),
     [
         (16, "bfloat16", 64, 32, True),
         (17, "bfloat16", 64, 32, False),
@@ -55,12 +55,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ],
 )
 def test_implementation_chosen_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, rows: int, dtype: str, inputs: int, outputs: int, takes: bool
+    monkeypatch: pytest.MonkeyPatch, rows: int, dtype: str, inputs: int, outputs: int, supported: bool
 ) -> None:
     monkeypatch.setattr(kernels, "status", lambda: (True, "CUDA"))
     x, weights = halves(rows, inputs).astype(dtype), halves(inputs, outputs).astype(dtype)
-    assert cuda.takes(x, weights, None, None) == takes
-    assert ("peagle_cuda_linear" in str(jax.make_jaxpr(linear)(x, weights))) == takes
+    assert cuda.supports(x, weights, None, None) == supported
+    assert ("peagle_cuda_linear" in str(jax.make_jaxpr(linear)(x, weights))) == supported
     by_xla = functools.partial(linear, implementation="xla")
     assert "peagle_cuda_linear" not in str(jax.make_jaxpr(by_xla)(x, weights))
 

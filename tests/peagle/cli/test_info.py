@@ -176,9 +176,9 @@ def test_info_says_what_an_engine_of_each_role_takes(
         assert f"{memory.page_use.num_tokens:,}, in {memory.num_pages[0]} pages of 64" in out
         assert f"{sum(memory.num_bytes) / 1e3:.1f} kB bfloat16" in out
         filled = pair.engine(dataclasses.replace(config, kv_memory=free)).memory
-        assert f"{filled.page_use.num_tokens:,} beside the weights, into the memory available now (bfloat16)\n" in out
+        assert f"{filled.page_use.num_tokens:,} in the memory that the weights leave now (bfloat16)\n" in out
     monkeypatch.setattr(peagle.cli.run_info, "available_memory_bytes", lambda: weights)
-    assert "0 beside the weights" in (out := real(*typed)[1])
+    assert "0 in the memory" in (out := real(*typed)[1])
     assert "; too few for one request of 300" in out
 
 

@@ -33,7 +33,6 @@ GIVEN = Train(
         kv_heads=2,
         head_dim=4,
         mlp_width=16,
-        taps=(0, 1, 2),
         drafter_window="64",
         mask_token=5,
         mask_hiddens=2,
@@ -95,7 +94,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
         ({"depth": 0}, "depth is 0; expected 1 or more"),
         ({"depth": "three"}, "depth is 'three'; expected a valid integer"),
         ({"rows": True}, "rows is True; expected a valid integer"),
-        ({"taps": ["a"]}, "taps is ['a']; expected a list of whole numbers"),
+        ({"aux_layer_ids": ["a"]}, "aux_layer_ids is ['a']; expected a list of whole numbers"),
         ({"loss": "hinge"}, "loss is 'hinge'; expected one of"),
     ],
 )
@@ -153,7 +152,7 @@ REFUSED = [
     (("--held-out", "nan"), "--held-out is nan; expected a fraction from 0 to 0.5"),
     (("--minutes", "0"), "--minutes is 0; expected a number above 0"),
     (("--seed", "-1"), "--seed is -1; expected 0 or more"),
-    (("--taps", "a,b"), "--taps is 'a,b'; expected layers with commas between them"),
+    (("--aux-layer-ids", "a,b"), "--aux-layer-ids is 'a,b'; expected layers with commas between them"),
     (("-k", "0"), "-k is 0; expected 1 to 128 drafted tokens"),
 ]
 

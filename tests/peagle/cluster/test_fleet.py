@@ -19,10 +19,10 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
+from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import EngineLoop
-from peagle.serve.requests import RequestBuilder
-from peagle.serve.service import Service
+from peagle.serve.request_builder import RequestBuilder
+from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import toy_pair
 from tests.support.running import Gate
@@ -87,21 +87,21 @@ def client(tokenizer: ByteLevelTokenizer) -> Iterator[TestClient]:
     service.loop.close()
 
 
-Make = Callable[..., tuple[Loops, Service]]
+Make = Callable[..., tuple[Loops, SharedState]]
 
 
 @pytest.fixture
 def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
     fleets: list[Loops] = []
 
-    def making(disaggregated: bool = True, most_open: int = 64, patience_s: float = 60.0) -> tuple[Loops, Service]:
+    def making(disaggregated: bool = True, most_open: int = 64, patience_s: float = 60.0) -> tuple[Loops, SharedState]:
         pair = toy_pair(tokenizer)
         loops = Loops(pair, disaggregated)
         fleets.append(loops)
         engine = FleetEngine(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
         fleet = Fleet(loops, engine, most_open, patience_s)
         asyncio.run(fleet.probe())
-        return loops, Service(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
+        return loops, SharedState(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
 
     yield making
     for loops in fleets:
@@ -235,7 +235,7 @@ def test_too_many_requests_and_what_no_fleet_computes_are_refused(make: Make) ->
 def test_an_aborted_call_ends_in_its_engine(make: Make) -> None:
     """Without a step: the engine that decodes is held until the call has ended."""
     loops, service = make()
-    gate = Gate(Service(loops.decodes, service.builder, MODEL))
+    gate = Gate(SharedState(loops.decodes, service.builder, MODEL))
     gate.close()
 
     async def leave() -> None:

@@ -16,7 +16,7 @@ from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.masks import MASK_BITS
-from peagle.engine.plans import chunk_plan, step_plan
+from peagle.engine.pass_plans import chunk_plan, step_plan
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams
@@ -191,18 +191,18 @@ def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), HARD, dataclasses.replace(HARD, temperature=0.8)])
-def test_a_step_cut_in_two_is_the_step(target: GptOss, sampling: SamplingParams) -> None:
+def test_a_step_split_in_two_is_the_step(target: GptOss, sampling: SamplingParams) -> None:
     kind = StepKind(K, sampled=True, full_logits=True)
     all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
     all_count = np.full(all_may.shape[0], kind.num_drafts, np.int32)
-    (whole, plan), (cut, _) = (start(target, sampling, [K, 2]) for _ in range(2))
+    (whole, plan), (split, _) = (start(target, sampling, [K, 2]) for _ in range(2))
     for _ in range(4):
         expected = whole.steps(plan, NO_COSTS, 1, kind)
-        cut.propose(plan, NO_COSTS, kind)
-        cut.verify(plan)
-        output = cut.accept_and_commit(plan, NO_COSTS, all_may, all_count, kind)
+        split.propose(plan, NO_COSTS, kind)
+        split.verify(plan)
+        output = split.accept_and_commit(plan, NO_COSTS, all_may, all_count, kind)
         np.testing.assert_array_equal(output, expected)
-    for mine, theirs in zip(jax.tree.leaves(cut.state), jax.tree.leaves(whole.state), strict=True):
+    for mine, theirs in zip(jax.tree.leaves(split.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from peagle.engine.plans import chunk_plan
+from peagle.engine.pass_plans import chunk_plan
 from peagle.ops.attention import paged
 from tests.support.models import TOKENS, engine_of, held, models, needs_native, prefilled
 from tests.support.toys import WINDOW

@@ -1,4 +1,4 @@
-"""A follower ends with the leader's bits, whatever the engine did, and decides nothing itself."""
+"""A worker ends with the coordinator's bits, whatever the engine did, and decides nothing itself."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.programs import ProgramShape
-from peagle.engine.remote import VERBS, Follower, Lead
+from peagle.engine.remote import VERBS, Coordinator, Worker
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
@@ -27,19 +27,19 @@ CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=
 
 
 @pytest.mark.parametrize("kind", ["P-EAGLE", pytest.param("ngram", marks=pytest.mark.slow)])
-def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
-    """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
+def test_a_worker_ends_with_the_coordinators_bits(kind: str) -> None:
+    """Through the wire's own bytes: prompts, steps of every kind, split ones too, known pages, an abort."""
     pair = models()
     target, (drafter, lookup) = pair.target, (pair.drafter, NGram()) if kind == "P-EAGLE" else (NGram(), None)
     config = dataclasses.replace(CONFIG, adaptive=True)
     verbs: list[str] = []
-    follower = Follower(lambda drafts: (target, drafter if drafts else None), lookup)
+    worker = Worker(lambda drafts: (target, drafter if drafts else None), lookup)
 
     def send(message: dict[str, Any]) -> None:
         verbs.append(message.get("verb", "executor"))
-        follower.run(decode(encode(message)))
+        worker.run(decode(encode(message)))
 
-    engine = Engine(target, drafter, config, make_executor=Lead(send).executor, lookup=lookup)
+    engine = Engine(target, drafter, config, make_executor=Coordinator(send).executor, lookup=lookup)
     engine.warm_up(constrained=True)
     drafting_at(engine, {1: True, 2: False})
     rng = np.random.default_rng(0)
@@ -59,17 +59,17 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     assert engine.prefix_cache_use is not None
     assert engine.prefix_cache_use.num_hits > 0
     assert set(verbs) >= set(VERBS) - {"first_not_finite"}
-    (theirs,) = follower.executors.values()
+    (theirs,) = worker.executors.values()
     assert type(theirs) is Executor
-    follower.settle()
+    worker.settle()
     for ours, other in zip(jax.tree.leaves(engine.executor.state), jax.tree.leaves(theirs.state), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(other))
 
 
 def test_an_engine_whose_pages_no_process_holds_whole_hands_nothing_over() -> None:
-    target, lead = tiny_target(), Lead(lambda _: None)
+    target, coordinator = tiny_target(), Coordinator(lambda _: None)
     shape = ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2)
     with pytest.raises(InputError, match="neither takes nor hands over"):
-        lead.executor(target, None, shape).read_pages(0, [0])
+        coordinator.executor(target, None, shape).read_pages(0, [0])
     with pytest.raises(InputError, match="does not prefill at once"):
-        lead.executor(target, None, ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2, RowBlocks(8, 8)))
+        coordinator.executor(target, None, ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2, RowBlocks(8, 8)))

@@ -37,7 +37,6 @@ def test_written_speculation_is_read_back(tmp_path: Path) -> None:
         "{",
         '{"num_speculative_tokens": 0}',
         '{"num_speculative_tokens": true}',
-        '{"drafts": {"1": 5}}',
         json.dumps({"num_speculative_tokens": 2, "acceptance": {"greedy": COUNTS[0], "sampled": COUNTS[1]}}),
         json.dumps({"edges": EDGES, "acceptance": {"greedy": COUNTS[0]}}),
         json.dumps({"edges": EDGES, "acceptance": {"greedy": [[[1, 2]] * NUM_BINS], "sampled": COUNTS[1]}}),

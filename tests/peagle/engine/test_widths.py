@@ -46,14 +46,14 @@ def test_no_other_choice_of_rows_is_worth_more(data: st.DataObject) -> None:
         jnp.asarray(survival), jnp.asarray(limits), jnp.asarray(2), costs, jnp.asarray(rate, jnp.float32)
     )
 
-    def worth(choice: tuple[int, ...]) -> float:
+    def gain(choice: tuple[int, ...]) -> float:
         tokens = sum(float(survival[b, :width].sum()) for b, width in enumerate(choice))
         return tokens - rate * 2 * float(costs.verify[2 + sum(choice)])
 
     chosen = tuple(np.asarray(widths).tolist())
     assert all(width <= limit for width, limit in zip(chosen, limits, strict=True))
-    best = max(map(worth, itertools.product(*(range(limit + 1) for limit in limits))))
-    assert worth(chosen) == pytest.approx(best, abs=1e-4)
+    best = max(map(gain, itertools.product(*(range(limit + 1) for limit in limits))))
+    assert gain(chosen) == pytest.approx(best, abs=1e-4)
 
 
 def test_without_measured_times_every_draft_is_verified() -> None:
@@ -190,10 +190,10 @@ def test_times_between_measured_ones_are_interpolated() -> None:
     assert float(six.verify[12]) == pytest.approx(2.0)
     assert float(six.draft[6]) == pytest.approx(0.4)
     assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
-    assert table.could_pay(1, K)
-    assert not CostTable({1: ((1, 1.0), (4, 4.5))}, {1: ((0, 0.0), (3, 0.1))}).could_pay(1, K)
+    assert table.can_gain(1, K)
+    assert not CostTable({1: ((1, 1.0), (4, 4.5))}, {1: ((0, 0.0), (3, 0.1))}).can_gain(1, K)
     # a drafter that is too dear: lookups may be enough
-    assert CostTable({1: ((1, 1.0), (4, 3.5))}, {1: ((0, 0.0), (3, 9.0))}).could_pay(1, K)
+    assert CostTable({1: ((1, 1.0), (4, 3.5))}, {1: ((0, 0.0), (3, 9.0))}).can_gain(1, K)
     for broken in ({}, {"verify": {"1": [[1, 1.0]]}, "draft": {}}, {"verify": {}, "draft": {}}):
         with pytest.raises((ValueError, KeyError)):
             CostTable.from_json(broken)

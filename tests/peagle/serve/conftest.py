@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
 from tests.support.harmony import prompt_of, says
 from tests.support.pairs import toy_pair, write_tokenizer
@@ -40,7 +40,7 @@ def agent(harmony: ByteLevelTokenizer) -> Iterator[TestClient]:
 
 
 @pytest.fixture(scope="session")
-def shared(tokenizer: ByteLevelTokenizer) -> Iterator[Service]:
+def shared(tokenizer: ByteLevelTokenizer) -> Iterator[SharedState]:
     """One server for all tests that leave it as it was."""
     service = service_of(toy_pair(tokenizer))
     yield service
@@ -48,18 +48,18 @@ def shared(tokenizer: ByteLevelTokenizer) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="session")
-def client(shared: Service) -> Iterator[TestClient]:
+def client(shared: SharedState) -> Iterator[TestClient]:
     """Its client, whose event loop serves all requests: else each starts a loop in a thread of its own."""
     with client_of(shared) as client:
         yield client
 
 
 @pytest.fixture
-def closing() -> Iterator[Callable[[Service], Service]]:
+def closing() -> Iterator[Callable[[SharedState], SharedState]]:
     """Close the engines of services after the test."""
-    services: list[Service] = []
+    services: list[SharedState] = []
 
-    def keep(service: Service) -> Service:
+    def keep(service: SharedState) -> SharedState:
         services.append(service)
         return service
 
@@ -69,16 +69,16 @@ def closing() -> Iterator[Callable[[Service], Service]]:
 
 
 @pytest.fixture
-def make(tokenizer: ByteLevelTokenizer, closing: Callable[[Service], Service]) -> Callable[..., Service]:
+def make(tokenizer: ByteLevelTokenizer, closing: Callable[[SharedState], SharedState]) -> Callable[..., SharedState]:
     """Make a server over the toy pair. options: of service_of."""
 
-    def making(stops: tuple[int, ...] = (1,), **options: Any) -> Service:
+    def making(stops: tuple[int, ...] = (1,), **options: Any) -> SharedState:
         return closing(service_of(toy_pair(options.pop("tokenizer", tokenizer), stops), **options))
 
     return making
 
 
 @pytest.fixture
-def saying(harmony: ByteLevelTokenizer, closing: Callable[[Service], Service]) -> Callable[..., Service]:
+def saying(harmony: ByteLevelTokenizer, closing: Callable[[SharedState], SharedState]) -> Callable[..., SharedState]:
     """Make a server that gives these answers to these bodies (tests.support.harmony.says)."""
     return lambda *turns, **options: closing(says(harmony, *turns, **options))

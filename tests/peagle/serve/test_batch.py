@@ -18,7 +18,7 @@ from peagle.serve.app import ENDPOINTS
 from peagle.serve.batch import BatchFile, check_files
 from peagle.serve.bodies import CompletionBody
 from peagle.serve.errors import ApiError
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.commands import all_refused
 from tests.support.harmony import USER
@@ -55,11 +55,11 @@ def statuses(out: Path) -> dict[str, int]:
 
 
 @pytest.fixture
-def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., BatchFile]:
+def run(make: Callable[..., SharedState], tmp_path: Path) -> Callable[..., BatchFile]:
     """Answer lines with one server; `stop_at`: end early after so many looks."""
-    service: Service | None = None
+    service: SharedState | None = None
 
-    def running(lines: list[str], stop_at: int | None = None, by: Service | None = None) -> BatchFile:
+    def running(lines: list[str], stop_at: int | None = None, by: SharedState | None = None) -> BatchFile:
         nonlocal service
         if by is None:
             by = service = service or make()
@@ -67,7 +67,7 @@ def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., BatchFile
         looks = iter(range(10**9))
         batch = BatchFile(by, tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
         asyncio.run(batch.run(lambda: stop_at is not None and next(looks) >= stop_at, lambda _: None))
-        assert batch.service.loop.num_open == 0 or stop_at is not None
+        assert batch.shared.loop.num_open == 0 or stop_at is not None
         return batch
 
     return running
@@ -83,7 +83,7 @@ def out(tmp_path: Path) -> Path:
 
 def test_each_line_has_the_servers_answer(run: Any, out: Path) -> None:
     batch = run([line(name) for name in BODIES])
-    answers, client = read(out), client_of(batch.service)
+    answers, client = read(out), client_of(batch.shared)
     assert answers.keys() == BODIES.keys()
     assert (batch.counts.answered, batch.counts.refused, batch.counts.done) == (len(BODIES), 0, batch.counts.total)
     for name, (url, body) in BODIES.items():
@@ -127,7 +127,7 @@ def test_a_line_that_is_none_gets_an_error_and_the_others_answers(run: Any, out:
 
 
 def test_log_probabilities_in_a_batch_are_the_contents(
-    saying: Callable[..., Service], run: Callable[..., BatchFile], out: Path
+    saying: Callable[..., SharedState], run: Callable[..., BatchFile], out: Path
 ) -> None:
     """As over HTTP: without control tokens, headers and reasoning."""
     answer = (
@@ -212,7 +212,7 @@ def failing(prompts: dict[int, Exception]) -> Any:
     """Make the endpoint of completions fail at these prompts."""
     endpoint = ENDPOINTS[COMPLETIONS]
 
-    async def start(service: Service, body: CompletionBody, owner: str) -> Any:
+    async def start(service: SharedState, body: CompletionBody, owner: str) -> Any:
         (token,) = body.prompt
         if token in prompts:
             raise prompts[token]  # type: ignore[index]

@@ -13,16 +13,16 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.ops import interrupt
-from peagle.serve import loop as engine_loop
+from peagle.serve import engine_loop
 from peagle.serve.app import create_app
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import toy_pair
 from tests.support.running import Gate, Running, eventually, received, received_until, running
 from tests.support.servers import COMPLETIONS, SLOTS, answer, client_of, error_of, service_of
 
 BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 30, "temperature": 0}
-Make = Callable[..., Service]
+Make = Callable[..., SharedState]
 
 
 def send(server: Running, cut: int | None = None, **fields: Any) -> socket.socket:
@@ -38,12 +38,12 @@ def post(server: Running, **fields: Any) -> httpx.Response:
     return httpx.post(server.url + COMPLETIONS, json={**BODY, **fields}, timeout=60)
 
 
-def is_idle(service: Service) -> bool:
+def is_idle(service: SharedState) -> bool:
     engine = service.loop.engine
     return service.loop.num_open == 0 and not engine.busy and engine.page_use.held_frac == 0
 
 
-def test_it_answers_below_a_prefix(shared: Service) -> None:
+def test_it_answers_below_a_prefix(shared: SharedState) -> None:
     """As Ray Serve mounts it with a route_prefix."""
     answer(TestClient(create_app(shared), root_path="/models"), f"/models{COMPLETIONS}", BODY)
 

@@ -18,13 +18,13 @@ from peagle.ops.attention import PAGE_SIZE
 from peagle.pair import Pair
 from peagle.serve.errors import ApiError
 from peagle.serve.open_answers import OpenAnswers
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from tests.support.running import Gate, eventually
 from tests.support.servers import CONTEXT, MODEL, SLOTS, K, client_of, service_of, values
 
 TIMES = ("queue", "prefill", "decode", "inference")
 OF_WHOLE = ("e2e_request_latency_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n")
-Make = Callable[..., Service]
+Make = Callable[..., SharedState]
 
 
 def test_counters_are_the_sums_of_the_replies(make: Any) -> None:
@@ -84,13 +84,13 @@ def test_the_times_of_an_answer_add_up(make: Make) -> None:
     assert metrics[("vllm:request_time_per_output_token_seconds_sum",)] == pytest.approx(decode / 4)
 
 
-def outputs_of(service: Service, count: int = 1, **fields: Any) -> OpenAnswers:
+def outputs_of(service: SharedState, count: int = 1, **fields: Any) -> OpenAnswers:
     sampling = SamplingParams(seed=1)
     requests = [Request((40, 41, 42), 30, sampling, (), index=index, **fields) for index in range(count)]
     return OpenAnswers(service.loop, requests, service.builder.pair.tokenizer, metrics=service.metrics)
 
 
-def counted(service: Service, *names: str) -> list[float]:
+def counted(service: SharedState, *names: str) -> list[float]:
     """Read metrics by their names without vLLM's prefix."""
     metrics = values(client_of(service))
     return [metrics[(f"vllm:{name}",)] for name in names]

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.harmony import USER, called, final, instructed, said, thought
 from tests.support.servers import CHAT, MODEL, RESPONSES, answer, client_of, error_of, stream
@@ -30,11 +30,11 @@ LOOKS = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 CALLS = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "x"}<|call|>'
 TEXT = "The 東京 answer."
 SAYS = f"{THINKS}<|channel|>final<|message|>{TEXT}<|return|>"
-Making = Callable[..., Service]
+Making = Callable[..., SharedState]
 Prompt = Callable[..., str]
 
 
-def openai_of(service: Service) -> openai.OpenAI:
+def openai_of(service: SharedState) -> openai.OpenAI:
     return openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=client_of(service))
 
 

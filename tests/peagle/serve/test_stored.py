@@ -10,17 +10,17 @@ import openai
 import pytest
 
 from peagle.engine.request import Request
-from peagle.serve import responses
+from peagle.serve import response_chat
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.http import TOKENS_OF_A_MESSAGE
 from peagle.serve.response_bodies import ResponsesBody
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import ResponseStore, StoredItem
 from peagle.text.tokenizer import detokenize
 from tests.support.harmony import LONG, USER, called
 from tests.support.servers import MODEL, RESPONSES, answer, client_of, error_of, stream
 
-Making = Callable[..., Service]
+Making = Callable[..., SharedState]
 Prompt = Callable[..., str]
 TOOL: dict[str, Any] = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
 BODY: dict[str, Any] = {"input": "hello", "temperature": 0}
@@ -47,7 +47,7 @@ def reference(item: Mapping[str, Any]) -> dict[str, Any]:
 class Reader:
     """A client of a service, and the prompts that its model reads."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: SharedState) -> None:
         self.client, self._submit, self._service = client_of(service), service.loop.submit, service
         self._read: list[str] = []
         service.loop.submit = self._record  # type: ignore[method-assign]
@@ -147,7 +147,7 @@ def test_a_response_is_only_for_the_key_that_made_it(saying: Making) -> None:
 # --- what is returned of them -----------------------------------------------------------------------------------------
 
 
-def openai_of(service: Service) -> openai.OpenAI:
+def openai_of(service: SharedState) -> openai.OpenAI:
     return openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=client_of(service))
 
 
@@ -252,7 +252,7 @@ def test_a_response_that_fails_is_kept(saying: Making) -> None:
 # --- how much a body may name -----------------------------------------------------------------------------------------
 
 
-def refused_as_too_much(service: Service, **fields: Any) -> str:
+def refused_as_too_much(service: SharedState, **fields: Any) -> str:
     error = error_of(client_of(service).post(RESPONSES, json={**BODY, **fields}))
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
     return error["message"]
@@ -282,11 +282,11 @@ def test_a_reference_that_comes_again_is_read_once(monkeypatch: pytest.MonkeyPat
             read.append(data)
             return item_type.validate_json(data)
 
-    item_type = responses.ITEM
-    monkeypatch.setattr(responses, "ITEM", Counting())
+    item_type = response_chat.ITEM
+    monkeypatch.setattr(response_chat, "ITEM", Counting())
     item = StoredItem.of({"type": "message", "role": "user", "id": "msg_1", "content": "hello"})
     body = ResponsesBody.model_validate({"input": [reference({"id": "msg_1"})] * 5})
-    chat = responses.as_chat(body, responses.PastItems(references={"msg_1": item}))
+    chat = response_chat.as_chat(body, response_chat.PastItems(references={"msg_1": item}))
     assert [message.content for message in chat.body.messages] == ["hello"] * 5
     assert len(read) == 1
 

@@ -185,7 +185,7 @@ def test_a_regex_that_blows_up_ends_its_own_answer_alone(make: Any, tokenizer: B
 
 def test_a_grammar_that_compiles_for_too_long_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     service = make()
-    monkeypatch.setattr("peagle.serve.service.GRAMMAR_PATIENCE_S", 0.01)
+    monkeypatch.setattr("peagle.serve.shared_state.GRAMMAR_PATIENCE_S", 0.01)
     monkeypatch.setattr(type(service.builder), "grammar", lambda *_: time.sleep(0.3))
     error = error_of(client_of(service).post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, "guided_regex": "a"}))
     assert "not compiled within 0.01 seconds" in error["message"]

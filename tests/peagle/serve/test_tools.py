@@ -17,7 +17,7 @@ from peagle.cli.serve import Serve
 from peagle.serve import responses
 from peagle.serve.bodies import Body, ChatMessage
 from peagle.serve.errors import ApiError
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from peagle.serve.tools import MOST_CALLS, template_messages
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support import servers
@@ -42,7 +42,7 @@ BODY: dict[str, Any] = {"messages": USER, "tools": [WEATHER, CLOCK, PATCH], "tem
 ARGUMENTS = '{"city": "東京", "days": 2}'
 EDIT = '*** Begin\n+größer "x"\n'
 
-Making = Callable[..., Service]
+Making = Callable[..., SharedState]
 Prompt = Callable[..., str]
 
 

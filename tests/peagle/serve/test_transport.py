@@ -24,13 +24,13 @@ from peagle.cli.serve import Serve
 from peagle.serve.app import create_app
 from peagle.serve.http import EventStream, Refusals, Unsent
 from peagle.serve.server import Connection, ServerOptions
-from peagle.serve.service import Service
+from peagle.serve.shared_state import SharedState
 from tests.support.running import Gate, eventually, received, running
 from tests.support.servers import CHAT, RESPONSES, SLOTS, client_of, error_of, values
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 5, "temperature": 0}
-Make = Callable[..., Service]
+Make = Callable[..., SharedState]
 
 
 # --- connections ------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def _sent(connection: socket.socket, data: bytes) -> None:
         connection.sendall(data)
 
 
-def _value(service: Service, name: str) -> float | None:
+def _value(service: SharedState, name: str) -> float | None:
     return values(TestClient(create_app(service))).get((name,))
 
 

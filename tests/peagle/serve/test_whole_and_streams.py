@@ -21,7 +21,8 @@ from peagle.serve.formatter import ResponseFormatter
 from peagle.serve.http import parse
 from peagle.serve.open_answers import OpenAnswers
 from peagle.serve.response_bodies import ResponsesBody
-from peagle.serve.responses import ResponsesFormatter, as_chat
+from peagle.serve.response_chat import as_chat
+from peagle.serve.responses import ResponsesFormatter
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.harmony import CALL, RETURN, USER, says
 from tests.support.pairs import SPECIALS

@@ -442,7 +442,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ([{"turns": [f"{PLACEHOLDER}\n\nSum up: {{article}}"]}], "line 1 holds SPEED-Bench's placeholder"),
         ([{"messages": [user(PLACEHOLDER), user("a")]}], "line 1 holds SPEED-Bench's placeholder"),
         ([{"system": 3, "prompt": "a"}], "system is 3; expected a text"),
-        ([{"system": "S", "prompt_ids": [1]}], "a system text beside token ids"),
+        ([{"system": "S", "prompt_ids": [1]}], "a system text with token ids"),
         ([{"tools": [3], "prompt": "a"}], "tools holds 3; expected functions"),
         ([{"messages": [{**user("a"), "tool_calls": [CALL]}]}], "of the role user has tool_calls"),
         ([{"conversations": "a"}], "expected a list of messages"),

@@ -127,7 +127,7 @@ def test_a_target_in_a_folder_is_the_drafters(export: Export, directories: Direc
     assert "does not fit the target" in messages
 
 
-def test_taps_are_sorted_and_that_is_said(export: Export, tmp_path: Path) -> None:
+def test_aux_layers_are_sorted_and_that_is_said(export: Export, tmp_path: Path) -> None:
     source = write(tmp_path / "drafter", aux_layer_ids=(2, 0, 1), max_positions=64)
     assert "aux layers   sorted" in export(source, tmp_path / "out")
     (before, _), (after, config) = load_drafter(source), load_drafter(tmp_path / "out")

@@ -48,7 +48,7 @@ SETTINGS = ParityConfig(3, 32, 1)
 FEW = ["-n", "32", "-k", "3", "--num-prompts", "3", "--reference-steps", "1"]
 CONVERSATIONS = read_prompt_file(HELD_OUT).conversations[:8]
 DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], t
     assert "LIKELY CAUSE" not in lines
     findings = json.loads(out.read_text())["drafter"]
     assert findings["difference"] is None
-    assert findings["seen"] == pytest.approx(findings["expected"], abs=0.02)
-    assert findings["other_rendering"] < findings["seen"]
+    assert findings["acceptance_length"] == pytest.approx(findings["expected"], abs=0.02)
+    assert findings["other_rendering"] < findings["acceptance_length"]
     assert findings["logits"]["max_difference"] < 1e-4
 
 
@@ -201,13 +201,13 @@ def rolled_map(params: DrafterParams, config: DrafterConfig) -> Edited:
     return dataclasses.replace(params, draft_to_target=jnp.roll(params.draft_to_target, 1)), config
 
 
-DEMO_TAPS = json.loads((DEMO_DRAFTER / "config.json").read_text())[TAPS]
+DEMO_LAYERS = json.loads((DEMO_DRAFTER / "config.json").read_text())[AUX_LAYER_IDS]
 FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {  # (how it is planted, the cause, the cure)
     # the cure has the right value in the file's numbering, which is not the planted one
-    "taps": (
-        config_says(**{TAPS: [layer - 1 for layer in DEMO_TAPS]}),
-        "taps: every one is off by -1",
-        f'"{TAPS}": {DEMO_TAPS}',
+    "aux layers": (
+        config_says(**{AUX_LAYER_IDS: [layer - 1 for layer in DEMO_LAYERS]}),
+        "aux layers: every one is off by -1",
+        f'"{AUX_LAYER_IDS}": {DEMO_LAYERS}',
     ),
     "mask token": (config_says(ptd_token_id=3), "mask token: 7 instead of 3", '"ptd_token_id": 7'),
     "norm": (config_says(norm_before_residual=True), "norm_before_residual: false", '"norm_before_residual": false'),
@@ -388,8 +388,8 @@ def in_blocks(_: DrafterParams, config: DrafterConfig) -> Edited:
 
 
 KINDS: dict[str, tuple[Any, set[str], bool]] = {  # (how it is made, kinds of readings, whether it has logits)
-    "EAGLE-3": (in_turn, {"taps", "norm_before_residual", "embedding", "norm_output", "window"}, False),
-    "DFlash": (in_blocks, {"taps", "mask token", "window"}, True),
+    "EAGLE-3": (in_turn, {"aux layers", "norm_before_residual", "embedding", "norm_output", "window"}, False),
+    "DFlash": (in_blocks, {"aux layers", "mask token", "window"}, True),
 }
 
 

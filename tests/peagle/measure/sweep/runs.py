@@ -104,7 +104,7 @@ class Lab:
             hook(engine, requests)
             return decode(engine, requests, tokenizer)
 
-        self.monkeypatch.setattr("peagle.measure.sweep.run.decode", decode_after)
+        self.monkeypatch.setattr("peagle.measure.sweep.runner.decode", decode_after)
 
     def kill(self, command: Callable[..., str], *parts: object, after: int) -> None:
         """Run a command that is killed after so many decodings."""

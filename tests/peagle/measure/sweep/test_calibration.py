@@ -12,7 +12,7 @@ from peagle.measure.reports import markdown
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.calibration import Calibration, calibrations_of
 from peagle.measure.sweep.figures import rows
-from peagle.measure.sweep.page import run_blocks
+from peagle.measure.sweep.layout import run_blocks
 from peagle.measure.sweep.plan import k_order, parse_ks
 from tests.peagle.measure.sweep.runs import Lab, load_in_place, shared_pair
 

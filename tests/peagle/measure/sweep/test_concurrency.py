@@ -19,7 +19,7 @@ from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import concurrent, rows
 from peagle.measure.sweep.headline import loads
 from peagle.measure.sweep.plan import PLAIN, Variant
-from peagle.measure.sweep.run import SweepRun
+from peagle.measure.sweep.runner import SweepRun
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
 from scripts.publish import AT_ONCE, publish, rounded

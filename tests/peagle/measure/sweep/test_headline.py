@@ -10,7 +10,7 @@ import pytest
 from peagle.cli import main
 from peagle.measure.estimates import Estimate
 from peagle.measure.reports import Commands, Table
-from peagle.measure.sweep import page
+from peagle.measure.sweep import layout
 from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import VariantRow, WithoutLoops, rows
 from peagle.measure.sweep.headline import caveats, commands, compared, headlines, title, verdicts
@@ -114,7 +114,7 @@ def test_a_run_without_a_speed_up_says_why(
     figures = rows(part)
     (sentence,) = headlines(part, figures)
     assert sentence.startswith(expected)
-    blocks = page.run_blocks(part, figures)
+    blocks = layout.run_blocks(part, figures)
     assert f"**{sentence}.**" in blocks
     assert not any(isinstance(block, str) and "What to do" in block for block in blocks)
 
@@ -124,7 +124,7 @@ def test_an_unfinished_run_is_judged_by_the_requests_that_all_its_variants_have(
     (verdict,) = verdicts(part, rows(part))
     assert verdict.fastest is not None
     assert verdict.fastest.num_requests == 5
-    assert any("Not finished" in block for block in page.run_blocks(part, rows(part)) if isinstance(block, str))
+    assert any("Not finished" in block for block in layout.run_blocks(part, rows(part)) if isinstance(block, str))
 
 
 LOOPS = {"looping_frac": 0.25, "without_loops": WithoutLoops(6, None, Estimate(0.98, 0.9, 1.05))}
@@ -215,7 +215,7 @@ def test_the_commands_are_commands(folder: Folder, speedup: Estimate, plan: Chan
 
 
 def test_the_answer_comes_first_and_the_command_last(folder: Folder) -> None:
-    blocks = page.run_blocks(folder, rows(folder))
+    blocks = layout.run_blocks(folder, rows(folder))
     texts = [block if isinstance(block, str) else type(block).__name__ for block in blocks]
     headline = texts.index(f"**{headlines(folder, rows(folder))[0]}.**")
     order = [headline, *map(texts.index, ("## What to do", "Table", "Picture", "## How it was measured"))]

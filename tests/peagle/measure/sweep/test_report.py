@@ -16,7 +16,7 @@ from peagle.cli import main
 from peagle.cli.report import show
 from peagle.measure.estimates import Estimate, estimate_text
 from peagle.measure.reports import Table
-from peagle.measure.sweep import charts, page
+from peagle.measure.sweep import charts, layout
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import WithoutLoops, rows
 from peagle.measure.sweep.headline import headlines
@@ -196,7 +196,7 @@ def test_a_column_stands_where_it_says_something(
         num_slower=num_slower,
         equal_to_plain_frac=equal,
     )
-    ((_, table),) = page.terminal_tables(finished, [row])
+    ((_, table),) = layout.terminal_tables(finished, [row])
     cells = dict(zip(table.header, table.rows[0], strict=True))
     extra = (
         {"length without loops": "2.00", "slower requests": "2 of 8", "outputs that differ": "4 of 16"}
@@ -222,8 +222,8 @@ def test_a_run_in_short_has_the_figures_of_the_whole(lab: Lab, runs: Runs) -> No
     short, whole = (json.loads((path / RUN).read_text()) for path in (out, folder.path))
     assert str(prompts.parent) not in f"{text} {short['plan']}"
     assert short["plan"]["sources"] == [whole["plan"]["sources"][0] | {"file": prompts.name}]
-    assert [{**origin, "command": []} for origin in short["sittings"]] == [
-        {**origin, "command": []} for origin in whole["sittings"]
+    assert [{**origin, "command": []} for origin in short["origins"]] == [
+        {**origin, "command": []} for origin in whole["origins"]
     ]
     for row, full in zip(short["rows"], whole["rows"], strict=True):
         figures = {name: rounded(full[name]) for name in ("acceptance_length", "speedup")}

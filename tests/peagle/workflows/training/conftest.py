@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import peagle.cli.run_train
-from drafter.train.batches import RowBatches
+from drafter.train.row_batches import RowBatches
 from peagle.cli import main
 from peagle.ops.errors import InputError
 from tests.support.commands import words
@@ -16,7 +16,7 @@ from tests.support.pairs import Directories
 from tests.support.trainers import keep_programs
 
 PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
-SMALL = "--steps 4 --taps 0,1,2 --width 32 --depth 3 --rows 2 --layers 1 --heads 4 --mlp-width 16"
+SMALL = "--steps 4 --aux-layer-ids 0,1,2 --width 32 --depth 3 --rows 2 --layers 1 --heads 4 --mlp-width 16"
 
 
 def train(target: Path, data: object, out: Path, *more: object) -> list[str]:
@@ -119,9 +119,9 @@ def data(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def taught(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers that hold the taps 0, 1, 2 and the target's two best tokens, too."""
+    """Answers that hold the outputs of layers 0, 1, 2 and the target's two best tokens, too."""
     out = tmp_path_factory.mktemp("taught") / "data"
-    options = "-n 4 --hidden --top 2 --taps 0,1,2 --quiet"
+    options = "-n 4 --hidden --top 2 --aux-layer-ids 0,1,2 --quiet"
     assert main(words("data --target", directories.target, "--prompt-file", prompts, "--out", out, options)) == 0
     return out
 

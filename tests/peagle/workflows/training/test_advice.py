@@ -34,7 +34,7 @@ WEAK = [  # the log, whether it began with a trained drafter, what is said
     ([logged(10, 0.95)], False, None),  # 1 + .95 + .95 * .1
     ([logged(10, 0.02)], False, "the first draft is right in .02 of the places"),
     ([logged(10, 0.95), held_out(10, 0.3)], False, "the first draft is right in .30 of the places"),
-    ([logged(10, 0.95), evaluated(10, 1.25)], False, "the acceptance length is 1.25, and drafting pays little"),
+    ([logged(10, 0.95), evaluated(10, 1.25)], False, "the acceptance length is 1.25, and drafting gains little"),
     (
         [logged(10, 0.2), evaluated(10, 1.25)],
         False,

@@ -128,7 +128,7 @@ def test_an_unfinished_shard_keeps_what_the_teacher_computed(
     lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
-    teacher, whole = "--hidden --top 2 --taps 0,1,2", lab.root / "whole"
+    teacher, whole = "--hidden --top 2 --aux-layer-ids 0,1,2", lab.root / "whole"
     with monkeypatch.context() as patch:
         press_ctrl_c_at(patch, peagle.workflows.dataset, "cut_prompt", 3)
         assert "and 5 answers of the next" in lab.run(130, chats, lab.out, teacher)
@@ -183,7 +183,7 @@ def test_a_shard_without_room_is_refused_before_the_target_reads_it(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     monkeypatch.setattr("peagle.cli.run_data.with_teacher", lambda *_: pytest.fail("it reads"))
-    said = lab.run(2, chats, lab.out, "--hidden --taps 0,1,2 --context 384")
+    said = lab.run(2, chats, lab.out, "--hidden --aux-layer-ids 0,1,2 --context 384")
     assert f"3 documents of up to 384 tokens take up to 448.1 kB in {lab.out}, which has room for 1.0 kB" in said
     assert re.search(rf"a shard of \d+ tokens takes [\d.]+ kB in {lab.out}, which has room for 1.0 kB; free some", said)
     assert len(read_part(lab.out, 0)) == 5
@@ -278,7 +278,7 @@ def test_recorded_answers_are_taken_as_they_are(
     for document, before in zip(documents, (CHAT[:1], CHAT[:1], [*CHAT, *CHAT[:1]], CHAT[:1]), strict=True):
         assert tuple(document.prompt) == tokenizer.encode_chat(before)
         assert detokenize(tokenizer, document.token_ids[document.trained].tolist()) == "3<|return|>"
-    lab.run(0, command, lab.root / "taught", "--hidden --top 2 --taps 0,1,2")
+    lab.run(0, command, lab.root / "taught", "--hidden --top 2 --aux-layer-ids 0,1,2")
     assert {document.teacher["aux_hidden"].shape[1] for document in read_shards(lab.root / "taught")} == {192}
     said = lab.run(0, command.replace("--answers recorded", ""), lab.out, "-n 2")
     assert "recorded answers that are left out: 2; the target answers anew, and --answers recorded takes" in said
@@ -308,7 +308,7 @@ def test_recorded_answers_go_on_after_an_interruption(
     path, whole = tmp_path / "rows.jsonl", lab.root / "whole"
     rows = [{"input_ids": [9, 8, token], "loss_mask": [0, 0, 1]} for token in range(10, 15)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = f"data --target {lab.target} --prompt-file {path} --answers recorded --hidden --taps 0,1,2 --out"
+    command = f"data --target {lab.target} --prompt-file {path} --answers recorded --hidden --aux-layer-ids 0,1,2 --out"
     for where, name, call in ((Unfinished, "add", 2), (peagle.workflows.dataset, "cut_prompt", 1)):
         with monkeypatch.context() as patch:
             patch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
@@ -333,7 +333,7 @@ def test_the_checksum_of_a_pipe_is_of_what_it_held(lab: Lab) -> None:
 
 
 def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(lab: Lab) -> None:
-    command = f"data --target {lab.target} --prompt-file {lab.prompts} -n 4 --taps 0,1,2 --hidden"
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} -n 4 --aux-layer-ids 0,1,2 --hidden"
     out, whole = lab.root / "data", lab.root / "whole"
     lab.run(0, command, "--top 2 --out", whole)
     lab.run(0, command, "--top 2 --keep-prompt 2 --out", out)
@@ -353,7 +353,7 @@ def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(
     assert "give --hidden and --top, too, or leave it out" in without_top
 
 
-TAUGHT = "--keep-prompt 2 --hidden --top 2 --taps 0,1,2"
+TAUGHT = "--keep-prompt 2 --hidden --top 2 --aux-layer-ids 0,1,2"
 
 
 def test_turns_that_are_rows_of_their_own_stay_together_when_prompts_are_cut(lab: Lab) -> None:
@@ -394,7 +394,7 @@ def test_a_turn_is_asked_with_the_answers_before_it(lab: Lab, pair: Pair) -> Non
         ("-n 0", "-n is 0; expected 1 or more"),
         (f"--seed {2**64}", f"--seed is {2**64}; expected an integer of 64 bits"),
         ("--top 100000", f"--top is 100000; expected at most {VOCAB_SIZE}"),
-        ("--taps 0,1,2", "give --hidden, too"),
+        ("--aux-layer-ids 0,1,2", "give --hidden, too"),
         ("--strict", "is empty"),
     ],
 )

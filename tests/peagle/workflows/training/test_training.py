@@ -18,8 +18,8 @@ from drafter.config import DrafterConfig
 from drafter.load import load_drafter, save_drafter
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3
-from drafter.train.batches import RowBatches
 from drafter.train.folder import LOG, best_held_out, read_log
+from drafter.train.row_batches import RowBatches
 from drafter.train.shards import Document, open_folder, read_shards, write_shard
 from drafter.trained import RECIPE
 from peagle.checkpoints import drafter_folder
@@ -134,7 +134,7 @@ def test_what_was_learnt_by_heart_is_drafted_right(lab: Lab, kind: str) -> None:
     k, num_tokens, data = 3, 29, lab.root / "data"
     prompt = write_prompts(lab.root / "prompt.jsonl", PROMPTS[0])
     lab.run(0, f"data --target {lab.target} --prompt-file {prompt} --out {data} -n {num_tokens}")
-    rows = f"--width {len(PROMPTS[0]) + num_tokens} --depth {k} --ratio 1 --rows 1 --taps 0,1,2 --layers 1"
+    rows = f"--width {len(PROMPTS[0]) + num_tokens} --depth {k} --ratio 1 --rows 1 --aux-layer-ids 0,1,2 --layers 1"
     rates = "--steps 120 --optimizer muon --learning-rate 0.02 --other-rate 0.01 --decay 0.5"
     lab.run(0, f"train --target {lab.target} --data {data} --out {lab.out}", rows, rates, kind)
     pair = peagle.loading.load(lab.target, lab.out / "drafter")
@@ -239,9 +239,8 @@ REFUSED = [
     ("--rows 4 --data {data}:3 --data {data}:4", "--rows is 4; expected a multiple of 8"),
     ("--mask-token 17", "the mask token 17 is in use: 1 of the data's "),
     ("--mask-token 400", "mask token 400 lies outside"),
-    ("--taps 0,1,9", "--taps names the output of layer 9; expected 0..2"),
-    ("--taps 0,1,1", "--taps is 0,1,1; expected each layer once"),
-    ("--aux-layer-ids 0,1,2", "--aux-layer-ids needs --init"),
+    ("--aux-layer-ids 0,1,9", "--aux-layer-ids names the output of layer 9; expected 0..2"),
+    ("--aux-layer-ids 0,1,1", "--aux-layer-ids is 0,1,1; expected each layer once"),
     ("--autoregressive --mask-token 4", "an EAGLE-3 drafter has no mask slots"),
     ("--drafter medusa", "--drafter is 'medusa'; expected"),
     ("--drafter dflash --autoregressive", "--autoregressive means an EAGLE-3 drafter, and --drafter is"),
@@ -275,7 +274,6 @@ REFUSED = [
     ("--init {drafter} --autoregressive", "is a P-EAGLE drafter; leave out --autoregressive"),
     ("--init {drafter} --layers 3", "--layers asks for 3, but --init {drafter} has 2"),
     (f"--init {{drafter}} {FROM_DRAFTER} --aux-layer-ids 0,1,3", "names the output of layer 3; expected 0..2"),
-    (f"--init {{drafter}} {FROM_DRAFTER} --aux-layer-ids 0,2,1", "--taps asks for (0, 1, 2), but --init"),
 ]
 
 
@@ -294,8 +292,8 @@ def test_data_that_teach_nothing_are_refused(lab: Lab, taught: Path) -> None:
     for data, more, says in (
         (masked, "", "has no token to train on: all of it"),
         (corrupt, "", "shard_00001.safetensors is not a whole shard"),
-        (taught, "--taps 0,2,1", "holds the outputs of layers [0, 1, 2], the drafter reads [0, 2, 1]"),
-        (taught, "--taps 0,2,1", "give --taps 0,1,2"),
+        (taught, "--aux-layer-ids 0,2,1", "holds the outputs of layers [0, 1, 2], the drafter reads [0, 2, 1]"),
+        (taught, "--aux-layer-ids 0,2,1", "give --aux-layer-ids 0,1,2 for a new one"),
     ):
         assert says in lab.train(more, code=2, data=data)
     assert not lab.out.exists()
@@ -442,7 +440,7 @@ def test_a_training_goes_on_from_any_folder_with_files_that_have_moved(
         shutil.copytree(folder, here / name)
     elsewhere.mkdir()
     monkeypatch.chdir(here)
-    names = "train --target target --data runs/data:1 --init runs/drafter --out run --taps 0,1,2"
+    names = "train --target target --data runs/data:1 --init runs/drafter --out run"
     with ctrl_c(monkeypatch, 2):
         lab.run(130, names, SMALL, FROM_DRAFTER)
     monkeypatch.chdir(elsewhere)
@@ -565,10 +563,10 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert "training steps 2 to 2" in minutes(lab, 3)
     assert "is complete (2 steps); give a larger --steps to continue" in minutes(lab, 3)
     step_s(30.0)
-    goes_on = lab.root / "goes_on"
-    shutil.copytree(trained, goes_on)
-    lab.resume("--minutes 2", out=goes_on)  # .9 of it: three steps
-    assert recipe_of(goes_on)["recipe"]["steps"] == 4 + 3
+    continues = lab.root / "continues"
+    shutil.copytree(trained, continues)
+    lab.resume("--minutes 2", out=continues)  # .9 of it: three steps
+    assert recipe_of(continues)["recipe"]["steps"] == 4 + 3
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class RowBatch:
     segment_ids: Values  # [R, T]
     trained: Values  # [R, T] float32: 1 if predicting the token counts
     anchors: tuple[Values, ...]  # per part [R, n]
-    reach: tuple[Values, ...]  # per part [R, n]
+    last_depth: tuple[Values, ...]  # per part [R, n]
     teacher: dict[str, Values]  # stored tensors of the target (shards.TEACHER), [R, T, ...]
 
 
@@ -141,6 +141,6 @@ class RowBatches:
             segment_ids=stacked["segment_ids"],
             trained=stacked["trained"],
             anchors=tuple(np.stack([chain[s][0] for chain in chains]) for s in parts),
-            reach=tuple(np.stack([chain[s][1] for chain in chains]) for s in parts),
+            last_depth=tuple(np.stack([chain[s][1] for chain in chains]) for s in parts),
             teacher={name: stacked[name] for name in TEACHER if name in stacked},
         )

@@ -125,7 +125,7 @@ class EngineInfo(Protocol):
 
 @runtime_checkable
 class Loop(Protocol):
-    """Runs the requests of a service: an `EngineLoop`, or a peagle.cluster.fleet.Fleet of other processes."""
+    """Runs the requests of a server: an `EngineLoop`, or a peagle.cluster.fleet.Fleet of other processes."""
 
     failure: str | None
 

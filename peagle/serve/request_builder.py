@@ -30,8 +30,8 @@ from peagle.serve.bodies import (
 )
 from peagle.serve.errors import ApiError
 from peagle.serve.field_names import CHAT_FIELDS, FieldNames
-from peagle.serve.instructions import INSTRUCTION_ROLES, as_instructions, instructions_first
 from peagle.serve.structured import constraint_field, grammar_error, grammar_of
+from peagle.serve.system_messages import INSTRUCTION_ROLES, as_instructions, instructions_first
 from peagle.serve.tools import begin_call, call_grammars, must_call, parameters_of, template_messages, template_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import check_encodable
@@ -280,7 +280,7 @@ class RequestBuilder:
         grammar: CompiledGrammar | None = None,
         more_stops: Sequence[int] = (),
     ) -> list[Request]:
-        """Make n requests for each prompt. more_stops: stop tokens beside those of the model and of the body."""
+        """Make n requests for each prompt. more_stops: stop tokens besides those of the model and of the body."""
         if not 1 <= body.n <= MOST_CHOICES:
             raise ApiError.wrong("n", body.n, f"1..{MOST_CHOICES}")
         if body.stream_options not in (None, StreamOptions()) and not body.stream:

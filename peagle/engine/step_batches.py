@@ -12,7 +12,7 @@ import numpy as np
 
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
-from peagle.engine.plans import chunk_plan, step_plan
+from peagle.engine.pass_plans import chunk_plan, step_plan
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import PromptPiece
 from peagle.engine.step_kinds import StepKind
@@ -64,15 +64,15 @@ class StepBatches:
             return StepKind(0, sampled, full_logits)
         return StepKind(num_drafts, sampled, full_logits, config.synthetic_acceptance, adaptive=config.adaptive)
 
-    def choose(self, decoding: Sequence[tuple[int, Handle]], num_drafts: int, cut: bool, count: int) -> StepBatch:
+    def choose(self, decoding: Sequence[tuple[int, Handle]], num_drafts: int, split: bool, count: int) -> StepBatch:
         """Choose the next `count` steps of the decoding slots, with num_drafts drafts at most.
 
-        Slots with a grammar take part only in cut steps.
+        Slots with a grammar take part only in split steps.
         """
-        rows = [(slot, handle) for slot, handle in decoding if cut or handle.matcher is None]
+        rows = [(slot, handle) for slot, handle in decoding if split or handle.matcher is None]
         widths = [handle.request.limit_drafts(num_drafts) if handle.drafting else 0 for _, handle in rows]
         number = self.config.num_drafts if any(widths) else 0
-        if cut:
+        if split:
             return StepBatch(rows, widths, self.kind(number, sampled=True, full_logits=True), count)
         sampled = any(not handle.request.sampling.greedy for _, handle in rows)
         kind = self.kind(number, sampled, full_logits=any(handle.request.full_logits for _, handle in rows))

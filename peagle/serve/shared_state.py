@@ -16,14 +16,14 @@ from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import Sampled
+from peagle.serve.engine_loop import Loop
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
-from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.open_answers import pooled, usage
 from peagle.serve.replies import Health, ModelCard
-from peagle.serve.requests import RequestBuilder
+from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.stored import ResponseStore
 from peagle.serve.structured import constraint_field
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Service:
+class SharedState:
     """State that all routes share."""
 
     loop: Loop
@@ -43,7 +43,7 @@ class Service:
     keys: Sequence[str] = ()  # API keys; without any, none is required
     max_body: int = 4_000_000  # bytes; also of the kept items that a body names
     origins: Sequence[str] = ()  # sites whose pages may use the routes
-    hosts: Sequence[str] | None = None  # names, beside loopback's, by which clients may address the server; None: any
+    hosts: Sequence[str] | None = None  # names, besides loopback's, by which clients may address the server; None: any
     log: logging.Logger | None = None  # gets a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(default_factory=ResponseStore)

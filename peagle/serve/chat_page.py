@@ -5,7 +5,7 @@ import hashlib
 import importlib.resources
 import re
 
-PAGE = importlib.resources.files("peagle.serve").joinpath("page.html").read_text("utf-8")
+PAGE = importlib.resources.files("peagle.serve").joinpath("chat_page.html").read_text("utf-8")
 
 
 def policy(page: str) -> str:

@@ -60,7 +60,7 @@ def models_of(variant: Variant) -> Models:
 def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:
     """Make and store the requests of every source and rendering, and the prompts left out.
 
-    Conversations in the folder's asking.jsonl are kept. sets: prompts by a source's name. Raises InputError for a
+    Conversations that the folder holds are kept. sets: prompts by a source's name. Raises InputError for a
     conversation that cannot be rendered, and for a prompt that is too long unless `Plan.too_long` skips it.
     """
     plan = folder.plan

@@ -1,6 +1,6 @@
-"""Follow process 0: load this process's ranks of the models, and run the verbs of its engines."""
+"""Work for process 0: load this process's ranks of the models, and run the verbs of its engines."""
 
-from peagle.engine.remote import Follower
+from peagle.engine.remote import Worker
 from peagle.loading import load
 from peagle.measure.logprobs import top_2_margin
 from peagle.ops import interrupt, native
@@ -9,10 +9,10 @@ from peagle.pair import Pair
 from peagle.processes import Team
 
 
-def follow(team: Team) -> int:
+def work(team: Team) -> int:
     """Run process 0's messages until it ends; return the exit code. Raises InputError as `load` does."""
     pair: Pair | None = None
-    follower: Follower | None = None
+    worker: Worker | None = None
     while True:
         with interrupt.waiting():
             message = team.receive()
@@ -24,23 +24,23 @@ def follow(team: Team) -> int:
             if arguments["aux_layer_ids"] is not None:  # JSON has made it a list
                 arguments["aux_layer_ids"] = tuple(arguments["aux_layer_ids"])
             pair = load(**arguments)
-            follower = Follower(pair.engines.models.of, pair.engines.models.lookup)
+            worker = Worker(pair.engines.models.of, pair.engines.models.lookup)
         elif "margin" in message:
             assert pair is not None
             prompt_ids, output_ids, capacity = message["margin"]
             top_2_margin(pair.plain_target, prompt_ids, output_ids, capacity)
         else:
-            assert follower is not None
-            follower.run(message)
-    if follower is not None:
-        follower.settle()
+            assert worker is not None
+            worker.run(message)
+    if worker is not None:
+        worker.settle()
     return 0
 
 
-def _check_kernels(leaders: str | None) -> None:
+def _check_kernels(expected: str | None) -> None:
     """Raise InputError for other kernels than process 0's, which round differently."""
-    if (ours := native.status()[0]) != leaders:
+    if (ours := native.status()[0]) != expected:
         raise InputError(
-            f"its kernels are {ours or native.XLA}, those of process 0 {leaders or native.XLA}; expected the same: set "
-            f"{native.VARIABLE} to kernels that all machines have"
+            f"its kernels are {ours or native.XLA}, those of process 0 {expected or native.XLA}; expected the same: "
+            f"set {native.VARIABLE} to kernels that all machines have"
         )
