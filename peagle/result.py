@@ -174,6 +174,11 @@ class Result:
         return None if self.first_s is None or self.last_s is None else self.last_s - self.first_s
 
     @property
+    def total_s(self) -> float:
+        """Seconds from the start to the last token."""
+        return 0.0 if self.last_s is None else self.last_s - self.started_s
+
+    @property
     def tok_per_s(self) -> float | None:
         """(emitted - 1) / (time of the last token - time of the first)."""
         return ratio(max(len(self.output_ids) - 1, 0), self.decode_s or 0.0) if len(self.output_ids) > 1 else None

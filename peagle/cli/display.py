@@ -1,15 +1,16 @@
 """The output of a run: generated text on standard output, everything else on standard error."""
 
 import contextlib
+import itertools
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.color import Color, ColorSystem
+from rich.console import COLOR_SYSTEMS, Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from peagle.cli.output import say, wrapped
 from peagle.engine.request import Request
@@ -27,21 +28,16 @@ LEAST_LEFT = 0.5  # seconds; a shorter time left is not shown
 COUNTED = ("tokens", "requests", "steps")  # progress in these units is a count, "2 of 9 tokens"; in others "run 3 of 9"
 PART = "part"  # a unit that takes long: a line shows the elapsed time if the time left is unknown or over
 SUMMARY_INDENT = 13  # characters before the text of a summary's line
-PLAINLY = "decoding plainly for comparison (--no-baseline skips it)"
+PLAINLY = "comparing with plain decoding (--no-baseline skips it)"
 
 # control characters except tab, line feed and carriage return: a model's output must not drive the terminal
 _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "�")
 
 # of accepted drafts by their position in the step; readable on dark and light backgrounds
 DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
-DRAFT_MARKS = "[", "]"  # around an accepted draft, in a terminal without colours
+NO_COLOUR = "\x1b[39m"
 
 Parts = Sequence[tuple[str, int]]  # (text, origin) as in peagle.result.Piece; origin 0: not an accepted draft
-
-
-def draft_text(text: str, origin: int) -> Text:
-    """Colour an accepted draft by its position in the step; the target's own tokens, origin 0, stay plain."""
-    return Text(text, style="" if origin == 0 else DRAFT_COLOURS[min(origin, len(DRAFT_COLOURS)) - 1])
 
 
 class Stage:
@@ -121,8 +117,8 @@ class Display(Observer):
     text: print texts. streaming: print a text while it is generated; otherwise texts are printed whole, in the order of
     the requests. Progress is redrawn on a terminal, or a line is printed every LINE_SECONDS; it stops when text streams
     to the same place. Text that streams to a terminal is printed by channel, reasoning and tool calls dim; elsewhere,
-    and if quiet, control tokens are spelled out. drafts: colour accepted drafts on a terminal, or mark them if it has
-    no colours.
+    and if quiet, control tokens are spelled out. drafts: colour accepted drafts on a terminal with colours, unless
+    quiet.
     """
 
     def __init__(
@@ -132,11 +128,12 @@ class Display(Observer):
         self._stdout = Console(highlight=False, soft_wrap=True)
         self.quiet = quiet
         self._text, self._total, self._streaming = text, total, streaming
-        self.shows_drafts = drafts and text and self._stdout.is_terminal
-        self._coloured = self._stdout.color_system is not None and not self._stdout.no_color
+        system = COLOR_SYSTEMS.get(self._stdout.color_system or "")  # None: no terminal, or one without colours
+        self.shows_drafts = drafts and text and not quiet and system is not None and not self._stdout.no_color
+        self._colours = [] if system is None else [_colour_code(colour, system) for colour in DRAFT_COLOURS]
         self.live = self._stderr.is_terminal and not quiet
         self._shared = self.live and text and sys.stdout.isatty()
-        self._by_channel = streaming and text and not quiet and not self.shows_drafts and sys.stdout.isatty()
+        self._by_channel = streaming and text and not quiet and sys.stdout.isatty()
         self._has_tokenizer = True
         self._tokenizer: Tokenizer | None = None
         self._parsers: dict[int, ChannelParser] = {}
@@ -167,10 +164,6 @@ class Display(Observer):
             self._show(title, animated=unit == PART, unit=unit)
         assert self._stage is not None
         self._stage(done, total, left_s)
-
-    @property
-    def drafts_legend(self) -> str:
-        return "coloured by their position in the step" if self._coloured else f"in {''.join(DRAFT_MARKS)}"
 
     @contextmanager
     def on_interrupt(self, describe_kept: Callable[[], str]) -> Iterator[None]:
@@ -218,7 +211,10 @@ class Display(Observer):
             parts = [(text if self._has_tokenizer else show_ids(token_ids), 0)]
         self._pieces[request.index] += parts
         if (parser := self._parsers.get(request.index)) is not None:
-            self._write_deltas(parser.add(token_ids, text))
+            tokens = [(token,) for token in token_ids] if self.shows_drafts else [tuple(token_ids)]
+            for ids, part in itertools.zip_longest(tokens, parts):
+                shown, origin = part or ("", 0)
+                self._write_deltas(parser.add(ids or (), shown), origin)
         elif self._streaming:
             self._write_parts(parts)
         self._num_tokens += len(token_ids)
@@ -298,32 +294,28 @@ class Display(Observer):
             return None
         return (time.perf_counter() - self._began) / done * (self._total - done)
 
-    def _write_deltas(self, deltas: Sequence[Delta]) -> None:
+    def _write_deltas(self, deltas: Sequence[Delta], origin: int = 0) -> None:
         for delta in deltas:
             dim = delta.kind != "content"
             if delta.message != self._message:
                 self._write("" if self._message is None else "\n\n")
                 self._write("" if delta.call is None else f"{delta.call.name} ", dim)
             self._message = delta.message
-            self._write(delta.text, dim)
+            self._write(delta.text, dim, origin)
 
-    def _write(self, text: str, dim: bool = False) -> None:
+    def _write_parts(self, parts: Parts) -> None:
+        for text, origin in parts:
+            self._write(text, origin=origin)
+
+    def _write(self, text: str, dim: bool = False, origin: int = 0) -> None:
+        """Write a text; colour an accepted draft, whose origin is its position in the step."""
         if not self._text or not text:
             return
         self._clear_before_text()
         shown = text.translate(_UNSAFE) if sys.stdout.isatty() else text
+        if origin and self.shows_drafts:
+            shown = f"{self._colours[min(origin, len(DRAFT_COLOURS)) - 1]}{shown}{NO_COLOUR}"
         sys.stdout.write(f"{DIM}{shown}{NOT_DIM}" if dim and not self._stderr.is_dumb_terminal else shown)
-        sys.stdout.flush()
-
-    def _write_parts(self, parts: Parts) -> None:
-        """Write parts of a text; accepted drafts are coloured or marked, if they are shown."""
-        if not self.shows_drafts or not self._coloured:
-            before, after = DRAFT_MARKS if self.shows_drafts else ("", "")
-            self._write("".join(f"{before}{text}{after}" if origin and text else text for text, origin in parts))
-            return
-        self._clear_before_text()
-        for text, origin in parts:
-            self._stdout.print(draft_text(text.translate(_UNSAFE), origin), end="")
         sys.stdout.flush()
 
     def _clear_before_text(self) -> None:
@@ -355,6 +347,11 @@ class Display(Observer):
     def _redraw(self) -> None:
         if self._progress is not None and not self._progress.live.auto_refresh:
             self._progress.refresh()
+
+
+def _colour_code(colour: str, system: ColorSystem) -> str:
+    """Return the control sequence that sets a colour, or the nearest one of the terminal's system."""
+    return f"\x1b[{';'.join(Color.parse(colour).downgrade(system).get_ansi_codes())}m"
 
 
 def left_text(left_s: float | None) -> str:

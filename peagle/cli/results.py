@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from peagle.engine.kv_memory import PrefixCacheUse
@@ -45,6 +45,10 @@ def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
     results = [outcome.result for outcome in run.outcomes]
     baselines = [outcome.baseline for outcome in run.outcomes]
     summary = summarize(results, baselines, run.compile_s, peak_memory_bytes, run.host_gap_frac)
+    if summary["speedup"] is not None and len(run.outcomes) == 1:
+        middle = run.outcomes[0].median_round
+        summary["tok_per_s"], summary["baseline_tok_per_s"] = middle.result.tok_per_s, middle.baseline.tok_per_s
+        summary["speedup"] = summary["speedup_median"] = middle.speedup
     return summary | {"prefix_cache": None if run.prefix_cache is None else dataclasses.asdict(run.prefix_cache)}
 
 
@@ -67,7 +71,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
     summary = summary_block(run, peak_memory_bytes)
     results = [outcome.result for outcome in run.outcomes]
     speculative = run.engine.num_drafts > 0
-    lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
+    lines = [("speculation" if speculative else "plain", _speed(results, summary))]
     if speculative:
         if run.engine.synthetic_acceptance is not None:
             lines.append(("SYNTHETIC", "drafts were accepted at the typed rates: only the speeds are real"))
@@ -78,7 +82,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
             cost = f"a step that verifies {most} drafts takes as long as {plain_steps:.1f} plain steps"
             emits = f"emits at most {most + 1} tokens; decoded plainly"
             lines.append(("costs", f"drafting cannot save time here: {cost} and {emits}"))
-        lines.append(("plain", _comparison(run, summary)))
+        lines.append(("speed-up", _speedup(run, summary)))
     if run.prefix_cache is not None and run.prefix_cache.num_hits:
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
     memory = "-" if peak_memory_bytes is None else format_size(peak_memory_bytes)
@@ -176,13 +180,24 @@ def _baseline_block(outcome: Outcome) -> dict[str, Any] | None:
         "ttft_s": outcome.baseline.ttft_s,
         "tok_per_s": outcome.baseline.tok_per_s,
         "first_divergence": None if divergence is None else dataclasses.asdict(divergence),
+        "rounds": [
+            {
+                "plain_first": one.plain_first,
+                "tok_per_s": one.result.tok_per_s,
+                "baseline_tok_per_s": one.baseline.tok_per_s,
+                "speedup": one.speedup,
+            }
+            for one in outcome.rounds
+        ],
     }
 
 
-def _speed(results: list[Result], tok_per_s: float | None) -> str:
+def _speed(results: list[Result], summary: Mapping[str, Any]) -> str:
     tokens = sum(len(result.output_ids) for result in results)
     ends = [result.finish_reason or "interrupted" for result in results]
-    parts = [f"{tokens} tokens", f"{figure_text(tok_per_s, '.1f')} tok/s"]
+    parts = [f"{tokens} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
+    if summary["baseline_tok_per_s"] is not None:
+        parts[-1] += f" (plain decoding: {summary['baseline_tok_per_s']:.1f})"
     ttft = [result.ttft_s for result in results if result.ttft_s is not None]
     parts.append(f"first token after {figure_text(statistics.median(ttft) if ttft else None, '.3f')} s")
     if len(results) > 1:
@@ -216,26 +231,41 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
     return text
 
 
-def _comparison(run: Run, summary: dict[str, Any]) -> str:
-    compared = [outcome for outcome in run.outcomes if outcome.baseline is not None]
+def _speedup(run: Run, summary: Mapping[str, Any]) -> str:
+    compared = [outcome for outcome in run.outcomes if outcome.rounds]
     if not compared:
         return "not measured" + ("" if run.compares else " (--no-baseline)")
-    text = f"{figure_text(summary['baseline_tok_per_s'], '.1f')} tok/s"
+    speedup = summary["speedup"]
     if not summary["num_spec_steps"] and summary["num_plain_steps"]:
-        text += " | no speed-up, since nothing was drafted: both are plain decoding"
+        text = "none, since nothing was drafted: both are plain decoding"
+    elif speedup is None:
+        text = "-"
     else:
-        text += f" | speed-up {figure_text(summary['speedup'], '.2f')}"
-        if len(compared) > 1:
-            text += f" (median {figure_text(summary['speedup_median'], '.2f')})"
+        text = f"{speedup_text(speedup)} ({_spread(compared)})"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
     if run.engine.synthetic_acceptance is not None:
-        return text + " | other tokens (synthetic acceptance)"
+        return f"{text}, other tokens (synthetic acceptance)"
     if not differing:
-        return text + " | the same tokens"
+        return f"{text}, the same tokens"
     first = differing[0].first_divergence
     assert first is not None
     which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"
-    return text + f" | {which} at token {first.index}, where the two largest logits are {first.margin:.2g} apart"
+    return f"{text}, but {which} at token {first.index}, where the two largest logits are {first.margin:.2g} apart"
+
+
+def speedup_text(speedup: float) -> str:
+    """Return "1.4x faster than plain decoding", or that it is as fast or slower."""
+    times = f"{speedup:.1f}x"
+    if times == "1.0x":
+        return f"{times}: as fast as plain decoding"
+    return f"{times} faster than plain decoding" if speedup > 1 else f"{times}: slower than plain decoding"
+
+
+def _spread(compared: Sequence[Outcome]) -> str:
+    """Say how far the speed-ups of rounds, or of several requests, lie apart."""
+    speedups = [one.speedup for outcome in compared for one in outcome.rounds if one.speedup]
+    where = f"over {len(compared)} requests" if len(compared) > 1 else f"in {len(speedups)} rounds"
+    return f"{min(speedups):.1f} to {max(speedups):.1f} {where}" if len(speedups) > 1 else "in 1 round"
 
 
 def _prefix_cache(use: PrefixCacheUse) -> str:

@@ -29,13 +29,24 @@ from peagle.workflows.run import RunConfig, run
 EXAMPLE = '''\
 Rename the function to `handle`.
 
-def push(self, item):
-    """Put an item into the queue, and wake up one of those that wait for it."""
-    with self._lock:
-        if self._closed:
-            raise ValueError("the queue is closed")
-        self._items.append(item)
-        self._ready.notify()'''  # a task that the demo target can do
+def load(self, path, mode="r", encoding="utf-8"):
+    """Read a file of settings, and return those that are known."""
+    settings = {}
+    with open(path, mode, encoding=encoding) as file:
+        for number, line in enumerate(file, 1):
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, sep, value = line.partition("=")
+            if not sep:
+                raise ValueError("%s:%d: no value" % (path, number))
+            settings[key.strip()] = value.strip()
+    unknown = set(settings) - set(self.known)
+    if unknown and self.strict:
+        raise KeyError(", ".join(sorted(unknown)))
+    self.loaded[path] = settings
+    return settings'''  # a task that the demo target can do
+COMPARE_S = 2.0  # how long further rounds of speculation and plain decoding may take
 
 
 def decode(settings: Decode) -> int:
@@ -57,8 +68,8 @@ def decode(settings: Decode) -> int:
         sampling=settings.sampling,
         engine=settings.engine,
         grammar=_grammar(settings),
-        baseline=not settings.no_baseline,
-        show_drafts=settings.show_drafts,
+        baseline=not settings.no_baseline and not (settings.quiet and json_file is None),  # nothing shows it
+        compare_s=COMPARE_S,
         profile=None if settings.profile is None else Path(settings.profile),
         rendering=settings.rendering,
     )
@@ -72,21 +83,19 @@ def decode(settings: Decode) -> int:
         quiet=settings.quiet,
         total=sum(conversation.num_requests for conversation in conversations),
         streaming=min(settings.engine.slots, len(conversations)) == 1,
-        drafts=settings.show_drafts,
+        drafts=settings.command == "speculate",
     )
     display.warn(warnings)
     draws_acceptance = settings.engine.synthetic_acceptance is not None
     display.warn(unused_sampling(settings.sampling, draws_acceptance))
-    if settings.show_drafts and display.shows_drafts:
-        display.note(f"accepted drafts are {display.drafts_legend}")
-    elif settings.show_drafts:
-        display.warn(["--show-drafts has no effect: the text does not go to a terminal"])
     if settings.prompt is None and settings.prompt_file is None and settings.prompt_ids is None:
         display.note(f"the built-in example:\n{EXAMPLE}\n")
         if _has_unread_input():
             display.warn(
                 ["standard input holds text, which is not read; expected - as the prompt to take it from there"]
             )
+    if display.shows_drafts:
+        display.note("coloured: accepted drafts, by their position in the step\n")
     pair = load_pair(target, drafter, settings.load, display)
     display.set_tokenizer(pair.tokenizer)
     if any(conversation.prompt_ids is None for conversation in conversations):

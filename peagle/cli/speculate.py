@@ -62,7 +62,6 @@ class Decode:
     """After the run, trace some steps with JAX's profiler into this directory and report where their time goes."""
     quiet: Annotated[bool, QUIET] = False
     """Print only the generated text. Warnings and errors are still printed."""
-    show_drafts: bool = False
     no_baseline: bool = False
 
     def run(self) -> int:
@@ -76,8 +75,9 @@ class Decode:
 class Speculate(Decode):
     """Generate with speculative decoding and report the speed-up.
 
-    Streams the response, then decodes the prompt again without drafts to compare
-    speed and tokens.
+    Streams the response, then decodes the prompt again with and without drafts
+    to compare speed and tokens. A terminal shows accepted drafts in colour, by
+    their position in the step.
 
     [bold]Examples[/bold]
 
@@ -94,9 +94,6 @@ class Speculate(Decode):
     engine: Annotated[
         EngineConfig, Takes(helps={"context": CONTEXT}, reads={"num_speculative_tokens": read_drafts})
     ] = EngineConfig()
-    show_drafts: Annotated[bool, Flag(OUTPUT)] = False
-    """In a terminal, colour accepted drafts by their position in the step, or put them in brackets if it has no
-    colours."""
     no_baseline: Annotated[bool, Flag(SPECULATION)] = False
     """Skip plain decoding; no speed-up is reported."""
 

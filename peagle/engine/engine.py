@@ -194,22 +194,32 @@ class Engine(AnyEngine):
         measuring: Measuring = lambda *_: None,
         full_logits: bool = False,
         constrained: bool = False,
+        alone: bool = False,
         measure: bool = True,
     ) -> None:
         """See `AnyEngine.warm_up`. measure=False: use another engine's `costs`."""
+        needs = sampled, full_logits, constrained, alone
         with self._entry, self._lock:
             self._finish_aborted()
             if self._alive:
                 return
-            started = time.perf_counter()
-            self.start()
-            compiled = self._warm_up.compile(sampled, full_logits, constrained)
-            self.compile_s += time.perf_counter() - started if compiled else 0.0
             measures = measure and self.config.adaptive and self.costs is None
             if measures:
+                self.costs = self._warm_up.stored_costs()
+            compiled = self._compile(*needs)
+            if measures and self.costs is None:
                 self.costs = self._warm_up.costs(measuring)
+                compiled |= self._compile(*needs)
             if compiled or measures:
                 self._clock.reset()
+
+    def _compile(self, *needs: bool) -> bool:
+        """Compile the programs of a warm-up; return whether some were new."""
+        started = time.perf_counter()
+        self.start()
+        compiled = self._warm_up.compile(*needs)
+        self.compile_s += time.perf_counter() - started if compiled else 0.0
+        return compiled
 
     def count_acceptance(self, requests: Sequence[Request]) -> Counts:
         """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.widths).

@@ -7,9 +7,10 @@ One array of integers, the plan, carries the slots and tables of a pass. No prog
 chunks come in a few sizes, and steps in a few variants. The state is donated.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias
 
@@ -145,19 +146,27 @@ class Executor:
         self._state = dataclasses.replace(after, **unused)
         return outputs  # type: ignore[no-any-return]
 
-    def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
-        """Compile the programs of steps, by (plan, kind), in threads, before their first dispatch.
+    @contextlib.contextmanager
+    def compiling_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> Iterator[None]:
+        """Compile the programs of steps, by (plan, kind), in threads while the block compiles others.
 
-        JAX traces one after the other; XLA, which takes longer, compiles them side by side.
+        JAX traces one after the other; XLA, which takes longer, compiles them side by side. The block may donate the
+        state, of which these programs need the shapes only.
         """
+        prepared = [self.prepared_steps(self.state, plan, kind.no_costs(len(plan)), 1, kind) for plan, kind in passes]
 
-        def one(plan: np.ndarray, kind: StepKind) -> None:
+        def one(program: Any, operands: list[Any]) -> None:
             interrupt.check()
-            program, operands = self.prepared_steps(self.state, plan, kind.no_costs(len(plan)), 1, kind)
             program.lower(*operands).compile()
 
         with ThreadPoolExecutor() as pool:
-            list(pool.map(one, *zip(*passes, strict=True)))
+            compiled = [pool.submit(one, program, operands) for program, operands in prepared]
+            try:
+                yield
+                for future in compiled:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def prepared_steps(
         self, state: DecodeState, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind

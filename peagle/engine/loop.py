@@ -105,12 +105,14 @@ class AnyEngine(abc.ABC):
         measuring: Measuring = lambda *_: None,
         full_logits: bool = False,
         constrained: bool = False,
+        alone: bool = False,
     ) -> None:
         """Compile and run once every program that requests need, so that later times include no compilation.
 
-        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. An adaptive
-        engine then measures step costs, once, and calls measuring(finished runs, all runs) before each run. Does
-        nothing while the engine has a request: programs then compile at their first dispatch.
+        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. alone: the
+        engine has one slot and no request waits for it, so programs of a crowd are left out. An adaptive engine then
+        measures step costs, once, and calls measuring(finished runs, all runs) before each run. Does nothing while the
+        engine has a request: programs then compile at their first dispatch.
         """
 
     @abc.abstractmethod

@@ -8,9 +8,10 @@ tokenizer, and decides nothing.
     worker       executor.steps(plan, costs, count, kind)
 """
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -80,8 +81,10 @@ class CoordinatorExecutor(Executor):
         message = {"of": self._number, "verb": name, "values": _sent(values), "options": _sent(options)}
         return self._coordinator.together(message, functools.partial(getattr(Executor, name), self, *values, **options))
 
-    def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
+    @contextlib.contextmanager
+    def compiling_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> Iterator[None]:  # noqa: ARG002
         """Compile nothing ahead: all processes compile the same programs in the same order, at their dispatch."""
+        yield
 
     def read_pages(self, layer: int, numbers: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ARG002
         """Raise InputError: a process has only its own part of the pages."""

@@ -78,6 +78,7 @@ class Replicas(AnyEngine):
         measuring: Measuring = lambda *_: None,
         full_logits: bool = False,
         constrained: bool = False,
+        alone: bool = False,  # noqa: ARG002  # replicas have a slot each
     ) -> None:
         """See `AnyEngine.warm_up`. Engines compile at once, in as many threads as there are processors.
 

@@ -49,32 +49,25 @@ class WarmUp:
         self._warm: set[object] = set()
         self.steady = True  # whether the times of `measure_costs` agreed
 
-    def compile(self, sampled: bool, full_logits: bool, constrained: bool) -> bool:
-        """Run once the programs that such requests need; return whether some of them are new."""
+    def compile(self, sampled: bool, full_logits: bool, constrained: bool, alone: bool = False) -> bool:
+        """Run once the programs that such requests need (`AnyEngine.warm_up`); return whether some of them are new."""
         engine, batches = self._engine, self._engine.batches
-        kinds = {batches.kind(drafts, sampled, full_logits) for drafts in batches.program_drafts}
-        if engine.config.adaptive and engine.costs is None:  # the costs are those of greedy steps
-            kinds |= {batches.kind(drafts, sampled=False) for drafts in batches.program_drafts}
-        if engine.drafter is not None:
-            plain = {kind for kind in kinds if not kind.num_drafts}
-            if not engine.config.adaptive:  # then only requests that never draft take plain steps
-                kinds -= plain
-            kinds |= {dataclasses.replace(kind, keep_drafter_input=False) for kind in plain}
+        kinds = self._step_kinds(sampled, full_logits, alone)
         missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
         split = set()
         if constrained:
             kinds = {batches.kind(drafts, sampled=True, full_logits=True) for drafts in batches.program_drafts}
             split = {("split", kind, size) for kind in kinds for size in batches.sizes} - self._warm
         fully = {"full first token"} - self._warm if full_logits or constrained else set()
-        new = bool(missing or split or fully or "prompts" not in self._warm)
-        if "prompts" not in self._warm:
-            self._prefill()
-        if fully:
-            self._choose_fully()
-        by_size = sorted(missing, key=lambda program: (program[1], str(program[0])))
+        prompts = {("prompts", with_drafter) for with_drafter in self._prefills(alone)} - self._warm
+        # the largest programs first, because they take longest to compile
+        by_size = sorted(missing, key=lambda program: (-program[1], -program[0].num_drafts, str(program[0])))
         steps = [(batches.empty_plan(size), kind) for kind, size in by_size]
-        if len(steps) > 1:
-            engine.executor.compile_steps(steps)
+        with engine.executor.compiling_steps(steps):
+            for _, with_drafter in sorted(prompts):
+                self._prefill(with_drafter)
+            if fully:
+                self._choose_fully()
         for plan, kind in steps:
             interrupt.check()
             engine.executor.steps(plan, kind.no_costs(len(plan)), 1, kind)
@@ -85,20 +78,45 @@ class WarmUp:
             interrupt.check()
             self._split_step(kind, size)
         engine.executor.settle()
-        self._warm |= missing | split | fully | {"prompts"}
-        return new
+        new = missing | split | fully | prompts
+        self._warm |= new
+        return bool(new)
 
-    def _prefill(self) -> None:
+    def _step_kinds(self, sampled: bool, full_logits: bool, alone: bool) -> set[StepKind]:
+        """List the variants of whole steps that such requests take."""
+        engine, batches = self._engine, self._engine.batches
+        drafts, adaptive, costs = batches.program_drafts, engine.config.adaptive, engine.costs
+        kinds: set[StepKind] = set()
+        if adaptive and costs is None:  # the costs are those of greedy steps
+            kinds = {batches.kind(number, sampled=False) for number in drafts}
+            if alone:
+                return kinds  # the costs decide which others are needed
+        if alone and costs is not None:
+            gains = costs.can_gain(1, engine.config.num_drafts)
+            drafts = tuple(number for number in drafts if (number > 0) == gains)
+        kinds |= {batches.kind(number, sampled, full_logits) for number in drafts}
+        if engine.drafter is not None:
+            plain = {kind for kind in kinds if not kind.num_drafts}
+            if not adaptive:  # then only requests that never draft take plain steps
+                kinds -= plain
+            kinds |= {dataclasses.replace(kind, keep_drafter_input=False) for kind in plain}
+        return kinds
+
+    def _prefills(self, alone: bool) -> set[bool]:
+        """List how prompts are prefilled: with the drafter or without it."""
+        engine = self._engine
+        # without a prefix cache, requests that never draft are prefilled without the drafter
+        some_without = not alone and not engine.config.prefix_cache and 0 in engine.batches.program_drafts
+        return {engine.drafter is not None, *([False] if some_without else [])}
+
+    def _prefill(self, with_drafter: bool) -> None:
         engine, config = self._engine, self._engine.config
         tables = sum(engine.memory.table_widths)
         row = SlotParams.of(Request((0,), 1), (), engine.target.vocab_size)
-        # without a prefix cache, requests that never draft are prefilled without the drafter
-        some_without = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.program_drafts
         for count, length in config.pass_shapes:
             interrupt.check()
             plan = chunk_plan((), (), length, np.full((count, tables), -1, np.int32))
-            for with_drafter in (False, True) if some_without else (engine.drafter is not None,):
-                engine.executor.prefill(plan, with_drafter)
+            engine.executor.prefill(plan, with_drafter)
             absent = np.full((count,), config.slots, np.int32)
             ones = np.ones((count,), np.int32)
             engine.executor.admit((0,), absent, ones, -ones, [row])
@@ -122,18 +140,23 @@ class WarmUp:
         masks = all_allowed(size, kind.num_drafts + 1, engine.target.vocab_size)
         engine.executor.accept_and_commit(plan, costs, masks, np.zeros((size,), np.int32), kind)
 
+    def stored_costs(self) -> CostTable | None:
+        """Return the costs stored for such an engine on this machine; None if there are none."""
+        return None if (store := self._store) is None else read_costs(store)
+
     def costs(self, measuring: Measuring) -> CostTable:
-        """Return the costs stored for such an engine on this machine, or measure and store them."""
-        store = store_for(self._engine.config, self._engine.fingerprints)
-        costs = None if store is None else read_costs(store)
-        if costs is None:
-            before = thread_times()
-            costs = self.measure_costs(measuring)
-            # on a busy machine, measure again next time
-            quiet = self.steady and thread_times().waiting_frac(before) <= MOST_WAITING
-            if quiet and store is not None:
-                write_cached(store, dumps(costs.to_json(), indent=1).encode())  # if the cache is writable
+        """Measure the costs, and store them unless the machine was busy."""
+        before = thread_times()
+        costs = self.measure_costs(measuring)
+        # on a busy machine, measure again next time
+        quiet = self.steady and thread_times().waiting_frac(before) <= MOST_WAITING
+        if quiet and (store := self._store) is not None:
+            write_cached(store, dumps(costs.to_json(), indent=1).encode())  # if the cache is writable
         return costs
+
+    @property
+    def _store(self) -> Path | None:
+        return store_for(self._engine.config, self._engine.fingerprints)
 
     def measure_costs(self, measuring: Measuring) -> CostTable:
         """Measure steps at 1, 2, 4, ... active slots that have pages, in units of a plain step of that many slots.

@@ -3,12 +3,17 @@
 With one slot, each request is decoded with speculation and plainly, in alternating order, so that neither has the
 warmer machine. With several slots, all conversations are in the engine's queue, and each continues with its next turn
 after an answer; then the same requests are decoded plainly.
+
+One pair of times says little about a fast model. So a single request is decoded again in further rounds, while they fit
+into `RunConfig.compare_s`: a round decodes it both ways, in alternating order. These rounds then replace the first one,
+in which the answer was shown and both ways ran for the first time.
 """
 
 import bisect
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +34,7 @@ from peagle.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
 PLAIN = Drafts(0)
+MOST_ROUNDS = 10  # even, so that each way comes first as often
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class RunConfig(RequestOptions):
     sampling: SamplingParams = DEFAULT_SAMPLING
     engine: EngineConfig = EngineConfig()  # noqa: RUF009  # frozen
     baseline: bool = True
-    show_drafts: bool = False  # tell the observer which tokens were accepted drafts
+    compare_s: float = 0.0  # how long a single request is compared; the first round may take longer
     profile: Path | None = None  # directory for a trace of some steps (peagle.measure.profile)
     rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
 
@@ -57,14 +63,38 @@ class Divergence:
     margin: float  # between the target's two highest logits there
 
 
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """A request decoded with speculation and plainly, one right after the other."""
+
+    result: Result
+    baseline: Result
+    plain_first: bool
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second, divided by plain decoding's; None if an answer has one token."""
+        fast, plain = self.result.tok_per_s, self.baseline.tok_per_s
+        return fast / plain if fast and plain else None
+
+
 @dataclasses.dataclass
 class Outcome:
-    """The result of a request, and of its baseline."""
+    """The result of a request, and the rounds that compare it with plain decoding: its baseline."""
 
     result: Result
     turn: int | None  # from 0; None if the request is no turn of a chat
-    baseline: Result | None = None
+    rounds: tuple[Round, ...] = ()
     first_divergence: Divergence | None = None
+
+    @property
+    def baseline(self) -> Result | None:
+        return self.rounds[0].baseline if self.rounds else None
+
+    @property
+    def median_round(self) -> Round:
+        """The round of the median speed-up, the lower one of an even number."""
+        return sorted(self.rounds, key=lambda one: one.speedup or 0.0)[(len(self.rounds) - 1) // 2]
 
 
 @dataclasses.dataclass
@@ -96,7 +126,12 @@ class Run:
 
 
 class Observer:
-    """Callbacks of a run, to override. The last three are not called for baselines."""
+    """Callbacks of a run, to override. The last three are not called for baselines.
+
+    shows_drafts: `emitted` needs to know which tokens were accepted drafts.
+    """
+
+    shows_drafts: bool = False
 
     def compiling(self) -> None:
         """Called before programs may be compiled."""
@@ -151,7 +186,7 @@ class _Session:
         default: PrefixCacheSize = "on" if self.total > 1 else "off"
         self.prefix_cache = default if config.engine.prefix_cache is None else config.engine.prefix_cache
         self.outcomes: dict[int, Outcome] = {}  # by the request's index
-        self.waiting: list[Request] = []  # for the next round
+        self.waiting: list[Request] = []  # for the next group
         self.cut_short: dict[int, str] = {}  # by the conversation's number
         self.failed: dict[int, str] = {}  # likewise
         self.compile_s = 0.0
@@ -161,9 +196,12 @@ class _Session:
     def run(self) -> Run:
         interrupted, profiled, profile_failed, used = False, None, None, None
         try:
-            for number, requests in enumerate(self._rounds()):
-                self._decode_round(number, requests)
+            for number, requests in enumerate(self._groups()):
+                self._decode_group(number, requests)
             used = self._engine(self.drafts).prefix_cache_use
+            if self.total == 1:
+                for outcome in self.outcomes.values():
+                    self._compare_again(outcome)
             if self.config.profile is not None:
                 try:
                     profiled = self._profile(self.config.profile)
@@ -193,11 +231,11 @@ class _Session:
         requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
         return profile(self._engine(self.drafts), requests, directory)
 
-    def _rounds(self) -> Iterator[list[Request]]:
-        """Yield the requests with which a round begins.
+    def _groups(self) -> Iterator[list[Request]]:
+        """Yield the requests with which a group begins: requests that are decoded, then compared.
 
-        With one slot each request has a round of its own. With several, all first turns are in the first round, and
-        requests that need a longer context than it has wait for the next.
+        With one slot each request is a group. With several, all first turns are in the first group, and requests that
+        need a longer context than it has wait for the next.
         """
         if self.slots == 1:
             for number, conversation in enumerate(self.conversations):
@@ -212,7 +250,7 @@ class _Session:
             yield requests
 
     def _following(self, request: Request) -> Request | None:
-        """Make the request of the next turn, if it belongs to the same round."""
+        """Make the request of the next turn, if it belongs to the same group."""
         if self.slots == 1:
             return None
         number, turn = self._turn_of(request)
@@ -287,34 +325,43 @@ class _Session:
         )
         return self.pair.engine(resolved)
 
-    def _decode_round(self, number: int, requests: list[Request]) -> None:
+    def _decode_group(self, number: int, requests: list[Request]) -> None:
         """Decode requests and the turns that follow them, and plainly for comparison."""
         if self.config.engine.context is None and (needed := self.pair.capacity(requests)) > self.capacity:
             # an answer's text may take more tokens in the next prompt than were emitted
             step = 1 if self.config.engine.blocked is None else self.config.engine.blocked.step
             self.capacity = -(-needed // step) * step
-        for engine in map(self._engine, [self.drafts] + [PLAIN] * self.compares):
-            self.observer.compiling()
-            before = engine.compile_s
-            engine.warm_up(
-                not self.config.sampling.greedy,
-                self.observer.measuring,
-                full_logits=requests[0].full_logits,
-                constrained=self.config.grammar is not None,
-            )
-            self.compile_s += engine.compile_s - before
         plain_results: list[Result] = []
         plain_first = self.compares and self.slots == 1 and number % 2 == 1
         if plain_first:
             plain_results = self._decode_plainly(requests)
+        self._warm_up(self.drafts, requests)
+        if self.compares:
+            self._engine(PLAIN)  # refused before an answer is shown, if memory lacks
         self.observer.decoding(self.done, self.total, plainly=False)
         decoded = self._decode_shown(requests)
         if self.compares and not plain_first:
             plain_results = self._decode_plainly(decoded)
         for plain in plain_results:
-            if plain.request.index in self.outcomes:
-                self._compare(self.outcomes[plain.request.index], plain)
+            if (outcome := self.outcomes.get(plain.request.index)) is not None:
+                outcome.rounds = (Round(outcome.result, plain, plain_first),)
+                self._check_tokens(outcome, outcome.rounds[0])
         self.done += len(decoded)
+
+    def _warm_up(self, drafts: Drafts, requests: Sequence[Request]) -> AnyEngine:
+        """Compile what an engine needs for these requests, right before it decodes them."""
+        engine = self._engine(drafts)
+        self.observer.compiling()
+        before = engine.compile_s
+        engine.warm_up(
+            not self.config.sampling.greedy,
+            self.observer.measuring,
+            full_logits=requests[0].full_logits,
+            constrained=self.config.grammar is not None,
+            alone=self.slots == 1,
+        )
+        self.compile_s += engine.compile_s - before
+        return engine
 
     def _decode_shown(self, requests: list[Request]) -> list[Request]:
         """Decode requests and the turns that follow them, and store their outcomes; return all decoded requests.
@@ -327,7 +374,7 @@ class _Session:
         def start(starting: list[Request]) -> None:
             for request in starting:
                 self.observer.started(request, self._shown_turn(request))
-            assemblers.update(submit(engine, starting, self.pair.tokenizer, self.config.show_drafts))
+            assemblers.update(submit(engine, starting, self.pair.tokenizer, self.observer.shows_drafts))
 
         def end(assembler: Assembler) -> None:
             result = assembler.result()
@@ -356,6 +403,9 @@ class _Session:
         return [assembler.request for assembler in assemblers.values()]
 
     def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
+        if not requests:
+            return []
+        engine = self._warm_up(PLAIN, requests)
         self.observer.decoding(self.done, self.total, plainly=True)
         outcomes = [self.outcomes.get(request.index) for request in requests]
         # after speculation, as many tokens as it gave
@@ -370,19 +420,39 @@ class _Session:
             done += len(piece.token_ids)
             self.observer.compared(done, total)
 
-        return decode(self._engine(PLAIN), requests, self.pair.tokenizer, decoded)
+        return decode(engine, requests, self.pair.tokenizer, decoded)
 
-    def _compare(self, outcome: Outcome, plain: Result) -> None:
-        """Store plain decoding's result, and the first difference from it with its margin."""
-        outcome.baseline = plain
-        result = outcome.result
+    def _compare_again(self, outcome: Outcome) -> None:
+        """Replace the first round of a request by further ones, as many as fit into the time."""
+        if not outcome.rounds or not outcome.result.counters.num_steps:  # both ways were plain
+            return
+        (first,) = outcome.rounds
+        # by the faster way, because a moment in which the machine was busy must not end the comparison
+        needed_s = 2 * min(first.result.total_s, first.baseline.total_s)
+        left_s, rounds = self.config.compare_s, list[Round]()
+        while len(rounds) < MOST_ROUNDS and needed_s <= left_s:
+            began = time.perf_counter()
+            rounds.append(self._decode_both_ways(outcome.result.request, plain_first=len(rounds) % 2 == 0))
+            needed_s = time.perf_counter() - began
+            left_s -= needed_s
+            outcome.rounds = tuple(rounds)
+            self._check_tokens(outcome, rounds[-1])
+
+    def _decode_both_ways(self, request: Request, plain_first: bool) -> Round:
+        results = {}
+        for drafts in (PLAIN, self.drafts) if plain_first else (self.drafts, PLAIN):
+            (results[drafts],) = decode(self._engine(drafts), [request], self.pair.tokenizer)
+        return Round(results[self.drafts], results[PLAIN], plain_first)
+
+    def _check_tokens(self, outcome: Outcome, compared: Round) -> None:
+        """Store the first difference between the tokens of a round, with its margin, unless a round before had one."""
+        result, plain = compared.result, compared.baseline
         index = first_difference(result.output_ids, plain.output_ids)
-        if index is not None and self.config.engine.synthetic_acceptance is None:
-            longer = max(result.output_ids, plain.output_ids, key=len)
-            arguments = (result.request.prompt_ids, longer[: index + 1], self.capacity)
-            coordinator, compute = (
-                self.pair.coordinator,
-                functools.partial(top_2_margin, self.pair.plain_target, *arguments),
-            )
-            margin = compute() if coordinator is None else coordinator.together({"margin": arguments}, compute)
-            outcome.first_divergence = Divergence(index, margin)
+        if index is None or outcome.first_divergence is not None or self.config.engine.synthetic_acceptance is not None:
+            return
+        longer = max(result.output_ids, plain.output_ids, key=len)
+        arguments = (result.request.prompt_ids, longer[: index + 1], self.capacity)
+        coordinator = self.pair.coordinator
+        compute = functools.partial(top_2_margin, self.pair.plain_target, *arguments)
+        margin = compute() if coordinator is None else coordinator.together({"margin": arguments}, compute)
+        outcome.first_divergence = Divergence(index, margin)

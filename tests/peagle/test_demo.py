@@ -12,6 +12,7 @@ import peagle.checkpoints
 import peagle.loading
 from drafter.propose import DFlash, Eagle3, PEagle
 from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_DIRECTORY, DEMO_EAGLE3
+from peagle.cli.run_speculate import EXAMPLE
 from peagle.config import Drafts, EngineConfig
 from peagle.engine.speculation import read_speculation
 from peagle.loading import MOST_STEPS_PER_DISPATCH, with_drafter
@@ -62,6 +63,15 @@ def test_it_drafts_by_the_file_that_it_ships(demo: Pair, tmp_path: Path, monkeyp
     (tmp_path / "drafter" / "speculation.json").write_text('{"num_speculative_tokens": 6}')
     monkeypatch.setattr(peagle.checkpoints, "DEMO_DIRECTORY", tmp_path)
     assert with_drafter(demo, DEMO, DEMO).drafts("auto") == Drafts(6, True)
+
+
+def test_it_answers_the_example_of_the_first_command_rightly_and_at_length(demo: Pair) -> None:
+    wish, _, function = EXAMPLE.partition("\n\n")
+    assert wish == "Rename the function to `handle`."
+    result = demo.generate(EXAMPLE)
+    assert result.text == function.replace("def load", "def handle")
+    assert result.finish_reason == "stop"
+    assert len(result.output_ids) >= 200
 
 
 def test_it_accepts_what_it_did(demo: Pair) -> None:

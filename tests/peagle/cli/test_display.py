@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from peagle.cli import display
-from peagle.cli.display import PART, Display, Stage
+from peagle.cli.display import DRAFT_COLOURS, PART, Display, Stage
 from peagle.cli.output import wrapped
 from peagle.cli.report import fitting
 from peagle.engine.request import Request
@@ -51,7 +51,7 @@ LINES: list[tuple[Callable[[Display], Any], int, str]] = [
         1,
         r".*part 2 of 3, about \d+ min \d+ s left$",
     ),
-    (decode_plainly, 1, "decoding plainly.*: 20 of 1,000 tokens"),
+    (decode_plainly, 1, "comparing with plain decoding.*: 20 of 1,000 tokens"),
     (lambda shows: shows.decoding(0, 7, plainly=False), 7, "decoding: 0 of 7 requests$"),
 ]
 
@@ -209,40 +209,73 @@ def test_on_a_terminal_reasoning_is_dim_and_the_answer_is_not(
 
 
 PARTS = [("a", 0), ("b", 1), ("c\n", 2), ("d", 0)]
+COLOURS = {"TERM": "xterm-256color"}
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize(
-    ("out", "environment", "shown"),
-    [
-        (Screen, {"TERM": "xterm-256color"}, None),
-        (Screen, {"TERM": "xterm-256color", "NO_COLOR": "1"}, "a[b][c\n]d\n"),
-        (Screen, {"TERM": "dumb"}, "a[b][c\n]d\n"),
-        (io.StringIO, {"TERM": "xterm-256color"}, "abc\nd\n"),
-    ],
-)
-def test_accepted_drafts_are_coloured_or_marked_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, out: type[io.StringIO], environment: dict[str, str], shown: str | None,
-    streaming: bool,
-) -> None:  # fmt: skip
-    """None: in colours."""
+def with_environment(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, environment: dict[str, str]) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", out)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(
+    ("out", "environment", "quiet", "coloured"),
+    [
+        (Screen, COLOURS, False, True),
+        (Screen, COLOURS, True, False),
+        (Screen, {**COLOURS, "NO_COLOR": "1"}, False, False),
+        (Screen, {"TERM": "dumb"}, False, False),
+        (io.StringIO, COLOURS, False, False),
+    ],
+)
+def test_accepted_drafts_are_coloured_on_a_terminal_with_colours_alone(
+    monkeypatch: pytest.MonkeyPatch, out: type[io.StringIO], environment: dict[str, str], quiet: bool, coloured: bool,
+    streaming: bool,
+) -> None:  # fmt: skip
     written = out()
-    monkeypatch.setattr(sys, "stdout", written)
-    shows = Display(text=True, quiet=True, streaming=streaming, drafts=True)
+    with_environment(monkeypatch, written, environment)
+    shows = Display(text=True, quiet=quiet, streaming=streaming, drafts=True)
     request = Request((1,), 10)
     shows.started(request, None)
     shows.emitted(request, (1, 2, 3, 4), "abc\nd", PARTS)
     shows.end(request.index)
-    assert shows.shows_drafts == (out is Screen)
-    if shown is None:
-        assert len(re.findall(r"\x1b\[38;\S+?m[bc]", written.getvalue())) == 2
-        assert Text.from_ansi(written.getvalue()).plain == "abc\nd\n"
-    else:
-        assert written.getvalue() == shown
+    assert shows.shows_drafts == coloured
+    assert len(re.findall(r"\x1b\[38;\S+?m[bc]", written.getvalue())) == 2 * coloured
+    assert Text.from_ansi(written.getvalue()).plain == "abc\nd\n"
+
+
+def test_each_position_of_a_draft_has_its_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Screen()
+    with_environment(monkeypatch, written, {**COLOURS, "COLORTERM": "truecolor"})
+    shows = Display(text=True, streaming=True, drafts=True)
+    request, places = Request((1,), 10), range(len(DRAFT_COLOURS) + 2)
+    shows.started(request, None)
+    shows.emitted(request, tuple(places), "x" * len(places), [("x", place) for place in places])
+    own, *drafts = re.findall(r"(?:\x1b\[38;2;([\d;]+)m)?x", written.getvalue())
+    assert own == ""
+    assert len(set(drafts)) == len(DRAFT_COLOURS)
+    assert drafts[-2] == drafts[-1]  # later positions share the last colour
+
+
+def test_drafts_are_coloured_within_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By token, so that no control token is shown; what the parser holds back has the colour of what completes it."""
+    written, tokens = Screen(), ids(split(ANSWER))
+    with_environment(monkeypatch, written, COLOURS)
+    monkeypatch.setattr(sys, "stderr", Screen())
+    shows = Display(text=True, streaming=True, drafts=True)
+    shows.set_tokenizer(HarmonyTokenizer())
+    request = Request(PROMPT, 100)
+    shows.started(request, None)
+    texts = [HarmonyTokenizer().token_bytes(token).decode() for token in tokens]
+    drafted = "4"
+    shows.emitted(request, tokens, ANSWER, [(text, int(text == drafted)) for text in texts])
+    shows.end(request.index)
+    assert re.search(r"\x1b\[38;\S+?m4", written.getvalue())
+    assert written.getvalue().count("\x1b[38;") == 1
+    assert Text.from_ansi(written.getvalue()).plain == "Hm.\n\nf {}\n\n4�2\n"
 
 
 def test_a_table_that_is_too_wide_names_its_rows_in_each_part() -> None:

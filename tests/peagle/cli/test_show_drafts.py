@@ -1,11 +1,9 @@
-"""Accepted drafts in colour: each token's text has the place of its draft, and together they are the text."""
+"""Where accepted drafts are: each token's text has the place of its draft, and together they are the text."""
 
 import itertools
 
 import pytest
-from rich.console import Console
 
-from peagle.cli.display import DRAFT_COLOURS, draft_text
 from peagle.pair import Pair
 from peagle.result import follow, submit
 from peagle.text.prompts import Rendering, from_text
@@ -33,13 +31,3 @@ def test_without_being_asked_for_there_are_no_parts(toy: Pair) -> None:
     engine = toy.engine(toy.engine_config(K, context=128))
     request = toy.request(from_text("solo"), [], Rendering(), max_new_tokens=NEW)
     assert not any(piece.parts for _, piece in follow(engine, submit(engine, [request], toy.tokenizer)))
-
-
-def test_each_place_has_its_colour_and_the_targets_tokens_have_none() -> None:
-    console = Console(record=True, force_terminal=True, color_system="truecolor")
-    for origin in range(len(DRAFT_COLOURS) + 2):
-        console.print(draft_text("x", origin), end="")
-    html = console.export_html(inline_styles=True)
-    assert all(colour in html for colour in DRAFT_COLOURS)
-    assert draft_text("x", 0).style == ""
-    assert draft_text("x", 99).style == DRAFT_COLOURS[-1]

@@ -212,6 +212,26 @@ def test_nothing_that_a_request_asks_for_compiles_anything(target, requests) -> 
     assert trace_counts() == before
 
 
+@pytest.mark.parametrize(("pays", "num_steps"), [(True, 1), (False, 2)])
+def test_alone_only_what_the_costs_decide_is_compiled(target, plain, pays: bool, num_steps: int) -> None:
+    """Where drafting pays, one program of steps; otherwise plain steps, until the drafter is too far behind and after.
+
+    The request then compiles nothing. A warm-up for others compiles the rest.
+    """
+    shape = config(3, context=CAPACITY + 2 + pays, adaptive=True)  # that no other test has
+    engine = drafting_at(Engine(target, drafter_of("oracle", plain, 0), shape), {1: pays})
+
+    def compiled_by(act) -> dict[str, int]:
+        before = trace_counts()
+        act()
+        return {name: count - before.get(name, 0) for name, count in trace_counts().items()}
+
+    assert compiled_by(lambda: engine.warm_up(alone=True))["steps"] == num_steps
+    request = Request(PROMPTS[0], NEW)
+    assert not any(compiled_by(lambda: run(engine, [request])).values())
+    assert compiled_by(engine.warm_up)["steps"] == 3 - num_steps
+
+
 def test_a_mixed_workload_takes_few_programs(target) -> None:
     rng = np.random.default_rng(5)
     before = trace_counts()

@@ -14,6 +14,7 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.engine import Engine
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Handle
+from peagle.engine.loop import AnyEngine
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.speculation import Speculation
@@ -22,9 +23,11 @@ from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
+from peagle.result import Result, decode
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
-from peagle.workflows.run import Observer, Outcome, Run, RunConfig, run
+from peagle.workflows import run as workflows_run
+from peagle.workflows.run import MOST_ROUNDS, Observer, Outcome, Run, RunConfig, run
 from tests.support.pairs import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
 
 K, NEW = 3, 12
@@ -192,6 +195,56 @@ def test_plain_decoding_runs_beside_it_first_and_second_in_turn(toy: Pair) -> No
         assert outcome.baseline.num_speculative_tokens == 0
         assert outcome.first_divergence is None
     assert only(toy, dataclasses.replace(CONFIG, baseline=False)).baseline is None
+
+
+@pytest.mark.parametrize(
+    ("tick_s", "compare_s", "first", "count"),
+    [
+        (0.0, 2.0, True, MOST_ROUNDS),
+        (0.0, 0.0, False, 1),  # not asked for
+        (1.0, 2.0, False, 1),  # a slow model: one round is all there is time for
+    ],
+)
+def test_a_single_request_is_compared_in_further_rounds_while_they_fit(
+    toy: Pair, monkeypatch: pytest.MonkeyPatch, tick_s: float, compare_s: float, first: bool, count: int
+) -> None:
+    """By a fake clock, which each look moves on. Further rounds replace the first, and each way begins in turn."""
+    only(toy)  # compiles
+    looks, order = itertools.count(), list[int]()
+
+    def spy(engine: AnyEngine, *others: Any) -> list[Result]:
+        order.append(engine.config.num_drafts)
+        return decode(engine, *others)
+
+    monkeypatch.setattr("time.perf_counter", lambda: (tick_s + 1e-6) * next(looks))
+    monkeypatch.setattr(workflows_run, "decode", spy)
+    outcome = only(toy, dataclasses.replace(CONFIG, compare_s=compare_s))
+    rounds = outcome.rounds
+    assert [one.plain_first for one in rounds] == [(number % 2 == 0) == first for number in range(count)]
+    further = [k for one in rounds for k in ((0, K) if one.plain_first else (K, 0))] if count > 1 else []
+    assert order == [0, *further]
+    for one in rounds:
+        assert one.result.output_ids == one.baseline.output_ids == outcome.result.output_ids
+        assert (one.result.num_speculative_tokens, one.baseline.num_speculative_tokens) == (K, 0)
+    assert outcome.median_round.speedup == sorted(one.speedup or 0 for one in rounds)[(count - 1) // 2]
+
+
+def test_further_rounds_end_when_their_time_is_over(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fake clock, which each look moves on by a second."""
+    only(toy)
+    looks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: 1.0 * next(looks))
+    one = only(toy).rounds[0]
+    round_s = one.result.total_s + one.baseline.total_s
+    begun = next(looks)
+    outcome = only(toy, dataclasses.replace(CONFIG, compare_s=4 * round_s))
+    assert 1 < len(outcome.rounds) < 5
+    assert next(looks) - begun < 6 * round_s
+
+
+def test_several_requests_have_one_round_each(toy: Pair) -> None:
+    done = run(toy, [from_ids([50]), from_ids([51])], dataclasses.replace(CONFIG, compare_s=60.0))
+    assert [[one.plain_first for one in outcome.rounds] for outcome in done.outcomes] == [[False], [True]]
 
 
 def test_a_divergence_is_reported_with_the_margin_there(toy: Pair) -> None:
