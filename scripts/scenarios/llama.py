@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
             raw.extend({"model": name, **line} for line in measure(model, decoders, children, options.rounds, progress))
         progress.end()
     config = {name: value for name, value in vars(options).items() if name not in ("out", "llama_cpp")}
-    config["llama_cpp"] = described
+    config |= {"random_tokens": RANDOM_TOKENS, "llama_cpp": described}
     figures = {"rows": rows(raw.lines), "fastest": fastest(raw.lines), "others_frac": others(raw.lines)}
     record = runs.new_record(typed, config, **figures)
     runs.write_run(options.out, record, page(record))

@@ -34,14 +34,14 @@ class Lines:
         return [line["tokens"] / line["seconds"] for line in self.of(side, row)]
 
     def best(self, side: str, kinds: Sequence[str]) -> list[float]:
-        """Return each round's greatest speed; none if the side has no such row."""
+        """Return each round's greatest speed."""
         speeds = [self.speeds(side, row) for row in self.rows(kinds)]
         return [max(of_round) for of_round in zip(*filter(None, speeds), strict=True)]
 
-    def fastest(self, side: str, kinds: Sequence[str]) -> str | None:
+    def fastest(self, side: str, kinds: Sequence[str]) -> str:
         """Name the row of the greatest median speed."""
         medians = {row: statistics.median(speeds) for row in self.rows(kinds) if (speeds := self.speeds(side, row))}
-        return max(medians, key=medians.__getitem__, default=None)
+        return max(medians, key=medians.__getitem__)
 
 
 def by_model(lines: Sequence[Json]) -> dict[str, Lines]:
@@ -61,13 +61,13 @@ def rows(lines: Sequence[Json]) -> list[Json]:
 
 
 def fastest(lines: Sequence[Json]) -> list[Json]:
-    """Divide our fastest variant of each round by llama.cpp's: of those with drafts, and of all."""
+    """Divide our fastest variant of each round by llama.cpp's, if both draft: of those with drafts, and of all."""
     made = []
     for model, own in by_model(lines).items():
         for among, kinds in (("with drafts", (SPECULATIVE,)), ("of all", (PLAIN, SPECULATIVE))):
-            over = _over(own.best(OURS, kinds), own.best(LLAMA, kinds))
-            named = {side: own.fastest(side, kinds) for side in (OURS, LLAMA)}
-            if over is not None:
+            if own.rows((SPECULATIVE,)):
+                over = _over(own.best(OURS, kinds), own.best(LLAMA, kinds))
+                named = {side: own.fastest(side, kinds) for side in (OURS, LLAMA)}
                 made.append({"model": model, "among": among, **named, "ours_over_llama": over})
     return made
 
@@ -103,7 +103,8 @@ def page(record: Json) -> list[Block]:
     features = ", ".join(re.findall(r"(\w+) = 1", llama["computes"]))
     blocks = title("Beside llama.cpp", record, f"llama.cpp {llama['version']}, {features}")
     blocks.append(
-        f"Greedy, one request at a time: {config['num_prompts']} prompts, up to {config['max_new_tokens']} new tokens. "
+        f"Greedy, one request at a time: {config['num_prompts']} prompts, held-out ones of the demo, else of "
+        f"{config['random_tokens']} random tokens; up to {config['max_new_tokens']} new tokens. "
         f"{config['rounds']} rounds in turns after one that warms up: medians (least..greatest), ratios within rounds. "
         "tok/s: tokens after the first over the time after it; of long prompts, the prompt over the time to the first "
         "token. Tokens a pass: of the target, plain passes included. Both sides read bfloat16 and MXFP4 experts, and "

@@ -137,6 +137,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_the_fastest_are_compared_without_synthetic_acceptance() -> None:
+    assert llama_page.fastest([line for line in lines() if line["kind"] != SPECULATIVE]) == []
     drafted, of_all = llama_page.fastest(list(lines()))
     assert (drafted["ours_over_llama"]["median"], drafted[LLAMA]) == (8, "EAGLE-3, K = 3")
     assert (of_all["ours_over_llama"]["median"], of_all[OURS], of_all[LLAMA]) == (4, "EAGLE-3, K = 3", PLAIN)
@@ -144,7 +145,7 @@ def test_the_fastest_are_compared_without_synthetic_acceptance() -> None:
 
 def test_the_page_has_every_row_and_says_which_answers_differ() -> None:
     typed = list(lines())
-    config = {"num_prompts": 24, "max_new_tokens": 128, "rounds": 3}
+    config = {"num_prompts": 24, "max_new_tokens": 128, "rounds": 3, "random_tokens": 128}
     config["llama_cpp"] = {"version": "1", "computes": "CPU : AVX2 = 1 | AMX = 0"}  # type: ignore[assignment]
     figures = {"rows": llama_page.rows(typed), "fastest": llama_page.fastest(typed)}
     record = runs.new_record(["llama"], config, **figures, others_frac=llama_page.others(typed))
