@@ -141,6 +141,7 @@ COMPILING = (
     "peagle/workflows/test_run.py",
     "peagle/workflows/training/test_data.py",
     "peagle/workflows/training/test_training.py",
+    "scripts/test_bench_llama.py",
     "scripts/test_bench_peers.py",
     "scripts/test_gpu_check.py",
     "scripts/test_gpu_programs.py",

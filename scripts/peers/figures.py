@@ -60,9 +60,7 @@ def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, 
 
     def together(count: int) -> Json:
         """Compute the tokens a second of so many requests in all."""
-        ways = sorted({line["way"] for line in lines_of(count) if "way" in line})
-        figures = {"tok_per_s": rate(count, f"together {count}"), "ours_over_peer": faster(f"together {count}")}
-        return figures | ({"way": ", ".join(ways)} if ways else {})
+        return {"tok_per_s": rate(count, f"together {count}"), "ours_over_peer": faster(f"together {count}")}
 
     def drafting(count: int) -> Json:
         """Compute the milliseconds of a step of so many requests, and its tokens per request."""

@@ -16,15 +16,14 @@ from peagle.measure.provenance import num_threads
 from peagle.ops.errors import InputError
 from peagle.workflows.random_checkpoint import write_random_drafter
 from scripts.peers.bystanders import Bystanders
-from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Child
-from scripts.peers.roster import DRAFTERS, LLAMA, OURS, VLLM, Entry, Site, drafting, entry, naming_experts, reference
+from scripts.peers.roster import DRAFTERS, OURS, VLLM, Entry, Site, drafting, entry, naming_experts, reference
 from scripts.runs import Json, Progress, turns
 from target.load import TargetFiles, inspect_target, load_target, save_target
 
 CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half has one
 FEWEST_PASSES, MOST_PASSES = 3, 256
-FIGURES = ("prefill_s", "decode_s", "pass_s", "steps", "way")  # of a reply, for raw.jsonl
+FIGURES = ("prefill_s", "decode_s", "pass_s", "steps")  # of a reply, for raw.jsonl
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Measured:
     lines: list[Json]  # one per measurement
 
 
-def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], say: Progress) -> Measured:
-    """Measure one checkpoint. pythons: of llama.cpp and vLLM."""
+def measure(checkpoint: Path, settings: Settings, vllm_python: str, say: Progress) -> Measured:
+    """Measure one checkpoint."""
     files = inspect_target(checkpoint)
     engines, tokens = settings.engines, Tokens(files.config.vocab_size, settings)
     speculative = [engine for engine in engines if engine in (OURS, VLLM)]
@@ -80,7 +79,7 @@ def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], sa
             Path(scratch),
             settings.context,
             num_threads() or 1,
-            pythons,
+            vllm_python,
             max(settings.requests, default=1),
             jax.default_backend() == "gpu",
             len(engines) + len(speculative) * len(settings.drafters),
@@ -89,11 +88,7 @@ def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], sa
             say("reference logits")
             with reference(site).start() as remote:
                 expected = logits_of(remote, tokens, Path(scratch))
-                if LLAMA in engines:
-                    rounded = logits_of(remote, tokens, Path(scratch), round_yarn=True)
         experts: dict[str, Json] = {}
-        if LLAMA in engines:
-            write_gguf(checkpoint, site.gguf)
         if VLLM in engines and not site.gpu:
             write_unquantised(checkpoint, site.unquantised)
         if VLLM in engines and settings.requests:
@@ -117,10 +112,7 @@ def measure(checkpoint: Path, settings: Settings, pythons: Mapping[str, str], sa
                 experts[own.name] = experts_of(child, tokens, settings.requests)
             if "logits" not in own.calls or not settings.check_tokens:
                 continue
-            logits = logits_of(child, tokens, Path(scratch))
-            checks[own.name] = compare(logits, expected)
-            if own.name == LLAMA:
-                checks[own.name]["rounded_yarn"] = compare(logits, rounded)
+            checks[own.name] = compare(logits_of(child, tokens, Path(scratch)), expected)
         lines = list(run_rounds(entries, children, tokens, settings, say))
         described = {engine: child.described for engine, child in children.items()}
     return Measured(files, tuple(entries), described, checks, experts, lines)
@@ -158,10 +150,10 @@ class Tokens:
         return ids
 
 
-def logits_of(child: Child, tokens: Tokens, scratch: Path, **options: Any) -> np.ndarray:
+def logits_of(child: Child, tokens: Tokens, scratch: Path) -> np.ndarray:
     """Compute logits [checked tokens, vocabulary], teacher-forced after the prompt."""
     path = scratch / "logits.npy"
-    child.call("logits", prompt_ids=tokens.prompt, passes=tokens.checked, path=str(path), **options)
+    child.call("logits", prompt_ids=tokens.prompt, passes=tokens.checked, path=str(path))
     logits: np.ndarray = np.load(path)
     path.unlink()
     return logits

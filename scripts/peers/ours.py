@@ -1,7 +1,6 @@
 """This project's engine in a comparison: the shipped loop for decoding, the shipped verify pass for v(T)."""
 
 import contextlib
-import dataclasses
 import functools
 import time
 import unittest.mock
@@ -21,7 +20,6 @@ from peagle.measure.provenance import version_of
 from peagle.ops.expert_matmul import expert_block
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
-from peagle.ops.rope import Yarn
 from peagle.pair import Pair
 from peagle.protocols import PyTree
 from target.model import GptOss
@@ -137,11 +135,9 @@ class Ours:
         jax.block_until_ready(_passes(self._target, token_ids, len(passes), positions, caches))
         return {"pass_s": (time.perf_counter() - started) / len(passes)}
 
-    def logits(
-        self, prompt_ids: list[int], passes: list[list[int]], path: str, round_yarn: bool = False
-    ) -> dict[str, Any]:
-        """See worker.Engine. round_yarn: YaRN's bounds are rounded, as in llama.cpp."""
-        target = rounding_yarn(self._target) if round_yarn else self._target
+    def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
+        """See worker.Engine."""
+        target = self._target
         length, widest = len(prompt_ids), max(map(len, passes))
         caches = prefilled(target, prompt_ids, length + sum(map(len, passes)), widest)
         rows = []
@@ -164,15 +160,6 @@ def budget_of_many(num_requests: int, prompt_tokens: int, num_tokens: int, steps
 def prefilled(target: GptOss, prompt_ids: list[int], room: int, widest: int) -> PyTree:
     """Prefill a prompt into caches of `room` tokens, for passes of `widest` rows."""
     return prefill(target, np.asarray([prompt_ids], np.int32), room, min(DEFAULT_CHUNK, len(prompt_ids)), widest)
-
-
-def rounding_yarn(target: GptOss) -> GptOss:
-    """Round the bounds of YaRN's ramp outwards."""
-    rope = target.config.rope
-    if not isinstance(rope.scaling, Yarn):
-        return target
-    rounded = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, truncate=True))
-    return target.replace(config=dataclasses.replace(target.config, rope=rounded))  # type: ignore[attr-defined,no-any-return]
 
 
 @jax.jit

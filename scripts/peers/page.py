@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from peagle.measure.metrics import Spread
 from peagle.measure.reports import Block, Table, heading
-from scripts.peers.roster import LLAMA, OURS, VLLM
+from scripts.peers.roster import OURS, VLLM
 from scripts.runs import Json, cell, table, title
 
 
@@ -88,21 +88,15 @@ def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> Iterator[
 
 
 def _checks(rows: list[Json]) -> Table:
-    """List the differences of logits; llama.cpp's also from the reference with YaRN rounded as there."""
-    checks: list[Json] = []
-    for row in rows:
-        checks.append({**row, "computes": _computes(row)})
-        if "rounded_yarn" in row:
-            name = f"{LLAMA} against YaRN rounded as there"
-            checks.append({"engine": name, "computes": "", **row["rounded_yarn"]})
+    """List the differences of logits."""
     columns = {
         "engine": cell("engine"),
         "greatest difference": cell("max_difference", ".2g"),
         "root mean square": cell("rms_difference", ".2g"),
         "same greedy token": lambda row: f"{100 * row['top_1_agreement']:.0f} %",
-        "computes": cell("computes"),
+        "computes": _computes,
     }
-    return table(checks, columns)
+    return table(rows, columns)
 
 
 def _together(rows: list[Json]) -> Iterator[Block]:
@@ -119,12 +113,6 @@ def _together(rows: list[Json]) -> Iterator[Block]:
         figures = [row["together"][number][name] for row in peers for name in ("tok_per_s", "ours_over_peer")]
         lines.append([number, *map(spread_text, [own["tok_per_s"], *figures])])
     yield Table(header, lines)
-    for row in peers:
-        ways: dict[str, list[str]] = {}
-        for number, own in row["together"].items():
-            ways.setdefault(own.get("way", ""), []).append(number)
-        if named := [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]:
-            yield f"The faster cache of {row['engine']}: {'; '.join(named)}."
 
 
 def _experts(checkpoint: Json, rows: list[Json]) -> Iterator[Block]:
@@ -161,11 +149,6 @@ def _about_many(run: Json) -> str:
         f"{run['config']['new_tokens'] - 1} steps of all, after the last prefill; tok/s are of all requests. Ours has "
         "a slot for each. It decodes the first requests while it prefills the last: their contexts are longer by then."
     )
-    if any(row["engine"] == LLAMA for row in run["rows"]):
-        text += (
-            " llama.cpp has a sequence for each and runs a batch a step, with the faster of its two caches. NumPy "
-            "takes the argmax of the logits, which counts in its time, as with one request."
-        )
     if any(row["engine"] == VLLM for row in run["rows"]):
         text += " vLLM's time is that of all tokens of all requests, less that of one token each."
     if alone := list(dict.fromkeys(row["engine"] for row in run["rows"] if not {"together", "drafting"} & row.keys())):

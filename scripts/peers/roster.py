@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from scripts.peers.remote import Child
 from target.config import TargetConfig
 from target.dialects import tensor_shapes
 
-OURS, LLAMA, VLLM = "peagle", "llama.cpp", "vllm"
-NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", LLAMA, VLLM)
+OURS, VLLM = "peagle", "vllm"
+NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", VLLM)
 DEFAULT = tuple(name for name in NAMES if name != "peagle-xla")
 DRAFTERS = {"p-eagle": P_EAGLE, "eagle3": EAGLE_3}
-ALL_CALLS = ("decode", "verify", "logits", "decode_many")
-OUR_CALLS = (*ALL_CALLS, "experts")
-MOST_REQUESTS = 256  # sequences of a context of llama.cpp
+CALLS = ("decode", "verify", "logits")
+OUR_CALLS = (*CALLS, "decode_many", "experts")
 VLLM_MEMORY = 0.9  # of a GPU, shared by all engines on it
 MXFP4_BYTES = 17 / 32  # of a weight: 4 bits, and its share of its block's scale
 
@@ -80,15 +79,10 @@ class Site:
     scratch: Path
     context: int
     num_threads: int
-    pythons: Mapping[str, str] = field(default_factory=dict)  # of LLAMA and VLLM
+    vllm_python: str = ""
     requests: int = 1  # most decoded together
     gpu: bool = False  # engines compute on it, in bfloat16
     num_on_gpu: int = 1  # engines at once
-
-    @property
-    def gguf(self) -> Path:
-        """The checkpoint as llama.cpp reads it."""
-        return self.scratch / "model.gguf"
 
     @property
     def unquantised(self) -> Path:
@@ -96,20 +90,19 @@ class Site:
         return self.scratch / "unquantised"
 
 
-def unavailable(name: str, pythons: Mapping[str, str | None]) -> str | None:
-    """Say why an engine cannot be compared here; None if it can. pythons: as typed, of LLAMA and VLLM."""
+def unavailable(name: str, vllm_python: str | None) -> str | None:
+    """Say why an engine cannot be compared here; None if it can."""
     if name.startswith(OURS):
         return None
     if name == VLLM:
-        return cannot_run("--vllm-python", pythons[VLLM], "vllm")
-    modules = ("gguf",) if name == LLAMA else ("torch", "transformers")
-    if absent := [module for module in modules if importlib.util.find_spec(module) is None]:
+        return cannot_run("--vllm-python", vllm_python, "vllm")
+    if absent := [module for module in ("torch", "transformers") if importlib.util.find_spec(module) is None]:
         return f"{absent[0]} is not installed"
-    if name.startswith("transformers") and jax.default_backend() == "gpu":
+    if jax.default_backend() == "gpu":
         command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
         if subprocess.run(command, capture_output=True, check=False).returncode:
             return "torch has no CUDA here"
-    return cannot_run("--llama-python", pythons[LLAMA], "llama_cpp") if name == LLAMA else None
+    return None
 
 
 def cannot_run(option: str, python: str | None, module: str) -> str | None:
@@ -130,20 +123,16 @@ def entry(name: str, site: Site) -> Entry:
     experts = MXFP4_BYTES if site.mxfp4 else 2.0
     as_stored = Storage(2, experts), "bfloat16, MXFP4 experts" if site.mxfp4 else "bfloat16"
     kind, _, variant = name.partition("-")
-    if name == LLAMA:
-        options = {"path": str(site.gguf), "context": site.context, "num_threads": site.num_threads}
-        return Entry(name, LLAMA, options, site.pythons[LLAMA], *as_stored, ALL_CALLS)
     if name == VLLM:
         weights = as_stored if site.gpu else (Storage(2, 2), "bfloat16")
-        return Entry(name, VLLM, _vllm_options(site), site.pythons[VLLM], *weights, ("decode", "decode_many"))
+        return Entry(name, VLLM, _vllm_options(site), site.vllm_python, *weights, ("decode", "decode_many"))
     if kind == OURS:
         kept = (Storage(4, 4), "float32") if variant and not site.gpu else as_stored
         return Entry(name, OURS, _our_options(directory, variant, site), sys.executable, *kept, OUR_CALLS)
     dtype, size = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}[variant]
     options = {"directory": directory, "dtype": dtype, "mxfp4": site.mxfp4, "num_threads": site.num_threads}
     options |= {"device": "cuda" if site.gpu else "cpu"}
-    calls = tuple(call for call in ALL_CALLS if call != "decode_many")
-    return Entry(name, "transformers", options, sys.executable, Storage(size, size), dtype, calls)
+    return Entry(name, "transformers", options, sys.executable, Storage(size, size), dtype, CALLS)
 
 
 def naming_experts(site: Site) -> Entry:

@@ -12,8 +12,6 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GptOssForCausalLM, Mxfp4Config
 
-from scripts.peers.stepwise import StepwiseEngine
-
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 # batched_mm copies the weights of all selected experts of all rows: too much at a prompt's width
 COPYING, WIDEST_COPY = "batched_mm", 8
@@ -38,14 +36,13 @@ def load(directory: str, dtype: str, mxfp4: bool, num_threads: int, device: str)
     return Transformers(model.to(device).eval(), tries_static=device != "cpu")
 
 
-class Transformers(StepwiseEngine):
+class Transformers:
     """See worker.Engine."""
 
     def __init__(self, model: GptOssForCausalLM, tries_static: bool) -> None:
         self._model = model
         self._tries_static, self._static = tries_static, False  # decoding
         self._best: dict[int, str] = {}  # by width
-        self._last = torch.empty(0)
         self._cache = DynamicCache()
         # transformers before 5.24 calls it past_key_values, and warns of that name since
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -71,40 +68,70 @@ class Transformers(StepwiseEngine):
             choice |= {**self.describe(), "computes": f"{self.describe()['computes']}, {way}"}
         return choice
 
-    def choose(self, width: int) -> None:
+    def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
+        """See worker.Engine."""
+        if self._static:
+            self._choose(1)
+            (prefill_s, _), (all_s, token_ids) = self._generate(prompt_ids, 1), self._generate(prompt_ids, num_tokens)
+            return {"prefill_s": prefill_s, "decode_s": all_s - prefill_s, "token_ids": token_ids}
+        self._choose(len(prompt_ids))
+        started = time.perf_counter()
+        token_ids = [self._begin(prompt_ids)]
+        prefilled = time.perf_counter()
+        self._choose(1)
+        while len(token_ids) < num_tokens:
+            token_ids += self._extend(token_ids[-1:])[1]
+        ended = time.perf_counter()
+        return {"prefill_s": prefilled - started, "decode_s": ended - prefilled, "token_ids": token_ids}
+
+    def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
+        """See worker.Engine."""
+        self._choose(len(prompt_ids))
+        self._begin(prompt_ids)
+        self._choose(len(passes[0]))
+        self._pass(passes[-1])
+        started = time.perf_counter()
+        for token_ids in passes:
+            self._pass(token_ids)
+        return {"pass_s": (time.perf_counter() - started) / len(passes)}
+
+    def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
+        """See worker.Engine."""
+        self._choose(len(prompt_ids))
+        self._begin(prompt_ids)
+        rows = []
+        for token_ids in passes:
+            self._choose(len(token_ids))
+            rows.append(self._extend(token_ids)[0].float().cpu().numpy())
+        np.save(path, np.concatenate(rows))
+        return {}
+
+    def _choose(self, width: int) -> None:
         # before `prepare`, transformers chooses
         if width in self._best:
             self._model.set_experts_implementation(self._best[width])
 
-    def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        """See worker.Engine."""
-        if not self._static:
-            return super().decode(prompt_ids, num_tokens)
-        self.choose(1)
-        (prefill_s, _), (all_s, token_ids) = self._generate(prompt_ids, 1), self._generate(prompt_ids, num_tokens)
-        return {"prefill_s": prefill_s, "decode_s": all_s - prefill_s, "token_ids": token_ids}
-
     @torch.inference_mode()
-    def begin(self, prompt_ids: list[int]) -> int:
+    def _begin(self, prompt_ids: list[int]) -> int:
+        """Fill a new cache with the prompt; return the greedy token after it."""
         # without the config sliding layers keep all tokens, so that they can be rolled back
         self._cache = DynamicCache()
         output = self._run(prompt_ids, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
     @torch.inference_mode()
-    def extend(self, token_ids: list[int]) -> list[int]:
-        self._last = self._run(token_ids).logits[0]
-        greedy: list[int] = self._last.argmax(-1).tolist()
-        return greedy
+    def _extend(self, token_ids: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """Append tokens to the cache; return the logits and the greedy token after each."""
+        logits = self._run(token_ids).logits[0]
+        greedy: list[int] = logits.argmax(-1).tolist()
+        return logits, greedy
+
+    def _pass(self, token_ids: list[int]) -> None:
+        self._extend(token_ids)
+        self._cache.crop(-len(token_ids))
 
     def _run(self, token_ids: list[int], **options: int) -> Any:
         return self._model(self._tensor(token_ids), **{self._cache_name: self._cache}, **options)
-
-    def roll_back(self, count: int) -> None:
-        self._cache.crop(-count)
-
-    def last_logits(self) -> np.ndarray:
-        return self._last.float().cpu().numpy()
 
     def _tensor(self, token_ids: list[int]) -> torch.Tensor:
         return torch.tensor([token_ids], device=self._model.device)
@@ -150,7 +177,7 @@ class Transformers(StepwiseEngine):
         self._model.set_experts_implementation(implementation)
         tokens = np.random.default_rng(width).integers(0, self._model.config.vocab_size, (TRIALS + 1, width)).tolist()
         seconds = []
-        self.begin(prompt_ids[:1])
+        self._begin(prompt_ids[:1])
         for token_ids in tokens:
             started = time.perf_counter()
             self._pass(token_ids)

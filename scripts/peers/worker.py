@@ -5,7 +5,7 @@
 A line of standard input is {"do": METHOD, ...arguments}; its answer is a line {"answer": {...}} or {"error": one line}.
 The first answer is that of `describe`, after the engine has loaded. Output of libraries goes to standard error.
 
-This file and stepwise.py need only numpy, so that they run under another environment's Python.
+This file needs only numpy, so that it runs under another environment's Python.
 """
 
 import importlib
@@ -19,7 +19,6 @@ from typing import Any, Protocol, TextIO
 KINDS = {
     "peagle": "scripts.peers.ours",
     "transformers": "scripts.peers.torch_engine",
-    "llama.cpp": "scripts.peers.llama_engine",
     "vllm": "scripts.peers.vllm_engine",
 }
 
@@ -58,7 +57,7 @@ class BatchingEngine(Engine, Protocol):
         """Decode the prompts together, plainly and greedily.
 
         {"decode_s": for num_tokens - 1 steps of all requests, after the last prefill; "token_ids": a list per request,
-        as far as they were read by then}. An engine with several implementations adds its "way".
+        as far as they were read by then}.
         """
         ...
 

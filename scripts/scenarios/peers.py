@@ -1,7 +1,7 @@
-"""Measure this project beside transformers, llama.cpp and vLLM on the same random checkpoints.
+"""Measure this project beside transformers and vLLM on the same random checkpoints.
 
     peagle random M /tmp/M
-    python -m scripts.bench peers --out RUN --llama-python LLAMA/bin/python /tmp/M
+    python -m scripts.bench peers --out RUN /tmp/M
     python -m scripts.bench peers --out RUN --vllm-python VLLM/bin/python --engines peagle,vllm --requests 1,8,32,64 \
         --drafters p-eagle,eagle3 -k 5 --prompt-tokens 512 /tmp/20b
 
@@ -9,13 +9,11 @@ It measures plain decoding, verify passes, and the difference of an engine's log
 all compute in bfloat16, and transformers decodes with the faster of its caches: a growing one, and a static one with
 compiled passes. Every engine is a process of its own; they take turns round by round, so that drift of the machine
 affects all equally. --requests 1,4,8,16,32 also decodes so many requests together: ours in an engine with a slot for
-each, llama.cpp in batches with a sequence for each. --drafters also times steps with drafters of random weights.
+each. --drafters also times steps with drafters of random weights. `scripts.bench llama` compares with llama.cpp.
 
-llama.cpp and vLLM run under Pythons that have them, best in environments of their own. `pip install llama-cpp-python`
-compiles llama.cpp, which reads the checkpoint as a GGUF file, with its MXFP4 experts bit for bit. vLLM reads the
-checkpoint, on a CPU a copy without MXFP4 (scripts/golden/vllm.py says how to install it there); it has no verify
-passes or logits here. On a GPU the engines share its memory. The page names engines that are left out because their
-packages are missing.
+vLLM runs under a Python that has it, best in an environment of its own. It reads the checkpoint, on a CPU a copy
+without MXFP4 (scripts/golden/vllm.py says how to install it there); it has no verify passes or logits here. On a GPU
+the engines share its memory. The page names engines that are left out because their packages are missing.
 
 Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per checkpoint and
 engine), raw.jsonl (a line per measurement) and README.md (the tables).
@@ -25,7 +23,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,7 +36,7 @@ from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.ours import budget_of_many
 from scripts.peers.page import page
-from scripts.peers.roster import DEFAULT, DRAFTERS, LLAMA, MOST_REQUESTS, NAMES, OURS, VLLM, unavailable
+from scripts.peers.roster import DEFAULT, DRAFTERS, NAMES, OURS, unavailable
 from scripts.runs import Progress, RawLines
 from target.load import inspect_target
 
@@ -46,7 +44,6 @@ from target.load import inspect_target
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="directories, one or several")
     runs.add_run_options(parser, 5, "after one that warms up")
-    parser.add_argument("--llama-python", metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument("--vllm-python", metavar="PATH", help="a Python that has vLLM")
     parser.add_argument(
         "--engines", default=",".join(DEFAULT), help=f"of {', '.join(NAMES)}, with commas (default %(default)s)"
@@ -74,8 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything, then measure; figures are written after every checkpoint."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU's memory
-    pythons = {LLAMA: options.llama_python, VLLM: options.vllm_python}
-    names, left_out = engines(options.engines, pythons)
+    names, left_out = engines(options.engines, options.vllm_python)
     settings = settings_of(options, names)
     expect_new(options.out)
     for engine, why in left_out.items():
@@ -84,7 +80,7 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     raw = RawLines(options.out)
     for number, checkpoint in enumerate(options.checkpoints, start=1):
         say = Progress(f"{number}/{len(options.checkpoints)} {checkpoint.name}:")
-        measured = measure(checkpoint, settings, pythons, say)
+        measured = measure(checkpoint, settings, options.vllm_python, say)
         say.end()
         record["rows"] += rows(checkpoint.name, measured, settings)
         record["checkpoints"].append(
@@ -102,12 +98,12 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     return 0
 
 
-def engines(named: str, pythons: Mapping[str, str | None]) -> tuple[tuple[str, ...], dict[str, str]]:
+def engines(named: str, vllm_python: str | None) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return (the engines to compare, with ours; {engine left out: reason})."""
     names = list(dict.fromkeys([OURS, *named.split(",")]))
     if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"--engines names {unknown[0]!r}; expected names of {', '.join(NAMES)} with commas between")
-    reasons = {name: unavailable(name, pythons) for name in names}
+    reasons = {name: unavailable(name, vllm_python) for name in names}
     left_out = {name: why for name, why in reasons.items() if why is not None}
     return tuple(name for name in names if name not in left_out), left_out
 
@@ -140,12 +136,11 @@ def settings_of(options: argparse.Namespace, engines: tuple[str, ...]) -> Settin
     )
     if len(set(settings.checkpoints)) < len(settings.checkpoints):
         raise InputError("two checkpoints have the same name; expected directories with names of their own")
-    most = max(settings.requests, default=1)
-    if most > MOST_REQUESTS:
-        raise InputError(f"--requests names {most}; expected at most {MOST_REQUESTS}, which llama.cpp decodes together")
     longest = settings.context
     if settings.requests:
-        budget = budget_of_many(most, settings.prompt_tokens, settings.new_tokens, MOST_STEPS_PER_DISPATCH)
+        budget = budget_of_many(
+            max(settings.requests), settings.prompt_tokens, settings.new_tokens, MOST_STEPS_PER_DISPATCH
+        )
         longest = max(longest, settings.prompt_tokens + budget)
     for checkpoint in options.checkpoints:
         config = inspect_target(checkpoint).config

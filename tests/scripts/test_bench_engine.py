@@ -51,7 +51,7 @@ def test_a_case_names_the_row_it_is_divided_by() -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (["unknown"], "unknown is no scenario; expected one of auto, engine, memory, peers, serve, soak"),
+        (["unknown"], "unknown is no scenario; expected one of auto, engine, llama, memory, peers, serve, soak"),
         (["engine", "--out", "OUT", "--before", "nowhere", "demo"], "expected a checkout of this project"),
         (["engine", "--out", "OUT", "--rounds", "0", "demo"], "--rounds is 0; expected 1 or more"),
         (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only 'no such case' to begin a case's name"),
@@ -94,7 +94,7 @@ def test_without_a_scenario_they_are_listed(capsys: pytest.CaptureFixture[str]) 
     """Each line of the list is a scenario that has help."""
     assert bench.main([]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert listed == ["auto", "engine", "memory", "peers", "serve", "soak"]
+    assert listed == ["auto", "engine", "llama", "memory", "peers", "serve", "soak"]
     for name in listed:
         with pytest.raises(SystemExit) as ended:
             bench.main([name, "--help"])
