@@ -17,8 +17,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peagle.config import AUTO
+from peagle.config import AUTO, SamplingParams
 from peagle.engine.accept import NOISE
+from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.measure.reports import Block
 from peagle.ops.errors import InputError, InputWarning
@@ -35,7 +36,7 @@ from scripts import runs
 from scripts.runs import Json, Progress, RawLines, cell
 from scripts.steps import random_request, synthetic_engine, time_steps
 
-PROMPT_TOKENS, NEW_TOKENS = 64, 192
+PROMPT_TOKENS = 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,25 +44,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     runs.add_run_options(parser, 5)
     parser.add_argument("--requests", default="1,8", help="at once (default %(default)s)")
     parser.add_argument("--rates", default="0.5,0.76", help="of acceptance (default %(default)s)")
+    parser.add_argument("--temperatures", default="0", help="of sampling (default %(default)s)")
     parser.add_argument("-k", default="1,3,5,7", help="fixed K to compare with plain and auto (default %(default)s)")
+    parser.add_argument("-n", "--new-tokens", type=int, default=192, help="a request (default %(default)s)")
 
 
 def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
     expect_new(options.out)
-    runs.expect_least(1, options, "rounds")
+    runs.expect_least(1, options, "rounds", "new_tokens")
     if unknown := [size for size in options.sizes if size not in SIZES]:
         raise InputError(f"{unknown[0]} is no size; expected some of {', '.join(SIZES)}")
-    rates = rates_of(options.rates)
+    rates, temperatures = rates_of(options.rates), temperatures_of(options.temperatures)
     ks, requests = runs.numbers("-k", options.k), runs.numbers("--requests", options.requests)
-    raw, progress = RawLines(options.out), Progress(total=len(options.sizes) * len(rates) * len(requests))
+    raw, progress = (
+        RawLines(options.out),
+        Progress(total=len(options.sizes) * len(rates) * len(temperatures) * len(requests)),
+    )
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as scratch:
             pair = random_pair(Path(scratch), size)
-            for rate, count in itertools.product(rates, requests):
-                progress.part(f"{size}, acceptance {rate:g}, {count} at once")
-                rows = measure(pair, rate, count, ks, options.rounds)
-                raw.extend({"size": size, "rate": rate, **row} for row in rows)
+            for rate, temperature, count in cases:
+                progress.part(f"{size}, acceptance {rate:g}, temperature {temperature:g}, {count} at once")
+                shape = (options.new_tokens, PROMPT_TOKENS, SamplingParams(temperature=temperature))
+                together = [random_request(pair.target.vocab_size, number, *shape) for number in range(count)]
+                rows = measure(pair, rate, together, ks, options.rounds)
+                raw.extend({"size": size, "rate": rate, "temperature": temperature, **row} for row in rows)
     progress.end()
     record = runs.new_record(typed, {"rounds": options.rounds}, rows=raw.lines)
     runs.write_run(options.out, record, page(record))
@@ -79,6 +87,17 @@ def rates_of(typed: str) -> list[float]:
     return rates
 
 
+def temperatures_of(typed: str) -> list[float]:
+    """Parse temperatures. Raises InputError."""
+    try:
+        temperatures = [float(temperature) for temperature in typed.split(",")]
+        for temperature in temperatures:
+            SamplingParams(temperature=temperature)
+    except (ValueError, InputError):
+        raise InputError(f"--temperatures is {typed!r}; expected numbers from 0 to 2 with commas between") from None
+    return temperatures
+
+
 def random_pair(scratch: Path, size: str) -> Pair:
     """Write a target and a drafter of random weights, and load them."""
     config = SIZES[size]
@@ -91,14 +110,19 @@ def random_pair(scratch: Path, size: str) -> Pair:
         return load(scratch / "target", scratch / "drafter")
 
 
-def measure(pair: Pair, rate: float, count: int, ks: Sequence[int], rounds: int) -> Iterator[Json]:
-    """Time plain decoding, every K and auto with so many requests at once."""
-    engines = {k: synthetic_engine(pair, k, count, rate, PROMPT_TOKENS) for k in (0, *ks, AUTO)}
+def measure(pair: Pair, rate: float, requests: Sequence[Request], ks: Sequence[int], rounds: int) -> Iterator[Json]:
+    """Time plain decoding, every K and auto with these requests at once."""
+    engines = {k: synthetic_engine(pair, k, len(requests), rate, PROMPT_TOKENS) for k in (0, *ks, AUTO)}
     for engine in engines.values():
-        engine.warm_up()
-    vocab_size = pair.target.vocab_size
-    requests = [random_request(vocab_size, number, NEW_TOKENS, PROMPT_TOKENS) for number in range(count)]
+        engine.warm_up(sampled=any(request.sampling.temperature > 0 for request in requests))
     yield from time_steps(engines, requests, rounds)
+
+
+def at_mean_acceptance(row: Json) -> str:
+    """Divide the tokens that a step of a fixed K emits in the mean by its time in plain steps."""
+    if row["k"] in (0, AUTO):
+        return ""
+    return f"{sum(row['rate'] ** i for i in range(row['k'] + 1)) / row['cycle_cost']:.2f}"
 
 
 def page(record: Json) -> list[Block]:
@@ -106,9 +130,11 @@ def page(record: Json) -> list[Block]:
     columns = {
         "size": cell("size"),
         "acceptance": cell("rate", "g"),
+        "temperature": cell("temperature", "g"),
         "requests": cell("batch"),
         "K": lambda row: "plain" if row["k"] == 0 else str(row["k"]),
         "over plain": cell("speedup", ".2f"),
+        "at the mean acceptance": at_mean_acceptance,
         "ms a step": cell("step_ms", ".2f"),
         "tokens a step": cell("tokens_a_step", ".2f"),
         "rows a token": cell("rows_a_token", ".2f"),
@@ -118,6 +144,7 @@ def page(record: Json) -> list[Block]:
         f"Random weights, {LEAST_LAYERS} layers or more, a P-EAGLE of four layers. Draft i is accepted at acceptance^i "
         "in the mean; one draft's own chance is drawn (u^((1 - r) / r), u uniform), and its confidence is that chance, "
         f"off by up to {NOISE:g}. {record['config']['rounds']} rounds in turns; over plain: the median of rounds. "
-        "Rows: of the target, each step's first and its verified drafts.",
+        "At the mean acceptance: without the luck of the draws. Rows: of the target, each step's first and its "
+        "verified drafts.",
         runs.table(record["rows"], columns),
     ]
