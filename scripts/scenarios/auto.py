@@ -57,10 +57,8 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
         raise InputError(f"{unknown[0]} is no size; expected some of {', '.join(SIZES)}")
     rates, temperatures = rates_of(options.rates), temperatures_of(options.temperatures)
     ks, requests = runs.numbers("-k", options.k), runs.numbers("--requests", options.requests)
-    raw, progress = (
-        RawLines(options.out),
-        Progress(total=len(options.sizes) * len(rates) * len(temperatures) * len(requests)),
-    )
+    cases = list(itertools.product(rates, temperatures, requests))
+    raw, progress = RawLines(options.out), Progress(total=len(options.sizes) * len(cases))
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as scratch:
             pair = random_pair(Path(scratch), size)
