@@ -41,6 +41,7 @@ class AdaptiveChoice:
     """What an adaptive step proposed and chose from (peagle.engine.widths)."""
 
     sources: tuple[SourceDrafts, ...]  # of the drafter, and of the lookup drafter
+    time: jax.Array  # of choosing and of the drafter's passes, in units of a plain step
     source: jax.Array  # [B]: the source of the slot's drafts
     num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
     gains: jax.Array  # [B, K]: expected tokens of the drafter's drafts beyond their cost
@@ -174,10 +175,11 @@ def _propose_by_sources(
     learned, pace, num_drafts = state.learned, state.pace, kind.num_drafts
     assert learned is not None
     assert pace is not None
-    assert state.drafter_input is not None
+    before = state.drafter_input
+    assert before is not None
     num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
-    expected_gains, looked_up = pace.gain_or(learned.gain), None
+    expected_gains, looked_up = pace.gain_or(learned.gain_of(sampled)), None
     gain_looked_up = jnp.zeros((state.slots,), jnp.float32)
     if lookup is not None:
         state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)
@@ -185,20 +187,23 @@ def _propose_by_sources(
         gain_looked_up = jnp.sum(gains_of(calibrated, limits, costs, num_active, rate), axis=1)
 
     to_drafter, ran = jnp.where(state.uses_drafter, limits, 0), jnp.ones((), bool)
+    num_unread = jnp.max(jnp.where(state.uses_drafter, before.num, 0))
+    behind = num_unread > num_drafts + 1
+    # to absorb the input takes about one pass per K + 1 rows
+    passes = jnp.where(behind, num_unread.astype(jnp.float32) / (num_drafts + 1), 0.0)
+    catch_up = passes * costs.of_pass(num_active)
     if not always_draft:
         to_drafter = choose_drafts(expected_gains, to_drafter, num_active, costs, rate)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
         gain = jnp.sum(jnp.where(place < to_drafter[:, None], expected_gains, 0.0), axis=1) - gain_looked_up
-        time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
-        exceeds = jnp.sum(jnp.maximum(gain, 0.0)) >= time
+        time = costs.of_pass(jnp.sum(to_drafter)) + catch_up
+        exceeds = jnp.sum(jnp.maximum(gain, 0.0)) >= rate * num_active.astype(jnp.float32) * time
         to_drafter = jnp.where(exceeds, to_drafter, 0)
         ran = jnp.any(to_drafter > 0) | jnp.any(state.uses_drafter & has_no_room(state, max(num_drafts, MOST_PAUSE)))
 
     def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
         state, _ = carry
         if not always_draft:
-            assert state.drafter_input is not None
-            behind = jnp.any(state.uses_drafter & (state.drafter_input.num > num_drafts + 1))
             state = run_if(behind, functools.partial(absorb, drafter, lookup), state)
         state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
         confidence = draft.confidence if synthetic is None else synthetic.confidence
@@ -225,7 +230,8 @@ def _propose_by_sources(
         survival = jnp.where(takes[:, None], looked_up.survival * pace.calibration[:, 1:], survival)
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
-    choice = AdaptiveChoice(sources, source, to_drafter, gains, tried=jnp.ones((), bool))
+    time = costs.of_drafts(jnp.sum(to_drafter)) + jnp.where(ran, catch_up, 0.0)
+    choice = AdaptiveChoice(sources, time, source, to_drafter, gains, tried=jnp.ones((), bool))
     # `propose` adds the keys
     return state, Proposed(widths, token_ids, keys=None, drafter_ran=ran, num_drafted=num, adaptive=choice)
 

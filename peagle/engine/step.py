@@ -170,20 +170,22 @@ def _learn(
     widths = jnp.where(active, proposed.widths, 0)
     pass_time = costs.of_rows(num_active + jnp.sum(widths))
     measured = pass_time > 0
-    draft_time = jnp.where(proposed.drafter_ran, costs.of_drafts(jnp.sum(choice.num_to_drafter)), 0.0)
+    time = pass_time + choice.time
     tokens = jnp.sum(jnp.where(active, num_accepted + 1, 0)).astype(jnp.float32) / num_active.astype(jnp.float32)
-    learned = learned.update_rate(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
+    learned = learned.update_rate(tokens, jnp.where(measured, time, 0.0))
     num_drafts = choice.gains.shape[1]
     place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
     drafted = active[:, None] & (place < choice.num_to_drafter[:, None]) & measured
-    learned = learned.update_gain(choice.gains, drafted)
-    pace = pace.record_steps(active, choice.gains, drafted, learned.gain)
+    learned = learned.update_gain(sampled, choice.gains, drafted)
+    pace = pace.record_steps(active, choice.gains, drafted, learned.gain_of(sampled))
+    tried = active & choice.tried & measured
+    learned = learned.update_profit(sampled, tried, tokens - time)
+    pace = pace.record_try(tried, tokens - time)
     # to absorb drafter_input takes about one pass per K + 1 tokens
-    too_slow = costs.of_drafts(num_active) > MOST_CATCH_UP_FRAC * (num_drafts + 1)
+    too_slow = costs.of_pass(num_active) > MOST_CATCH_UP_FRAC * (num_drafts + 1)
     # decide before the drafter must run, because drafter_input is full
     behind = active & has_no_room(state, 2 * max(num_drafts, MOST_PAUSE) + 1) & ~proposed.drafter_ran
     most = jnp.where(behind & too_slow, jnp.int32(Drafting.LOOKUP_ONLY), jnp.int32(Drafting.ALWAYS))
-    pace = pace.record_try(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
     return dataclasses.replace(state, drafting=jnp.minimum(state.drafting, most), pace=pace, learned=learned)
 
 
@@ -191,12 +193,12 @@ def _learn_from_pause(state: DecodeState, costs: StepCosts, num_steps: jax.Array
     """Record the plain steps of a pause."""
     assert state.pace is not None
     assert state.learned is not None
-    active, steps = ~state.done, num_steps.astype(jnp.float32)
+    active, sampled, steps = ~state.done, ~state.sampling.greedy, num_steps.astype(jnp.float32)
     no_gains, no_drafts = jnp.zeros_like(state.pace.gain), jnp.zeros(state.pace.gain.shape, bool)
     measured = costs.of_rows(jnp.sum(active, dtype=jnp.int32)) > 0
     learned = state.learned.update_rate(steps, jnp.where(measured, steps, 0.0))
-    learned = learned.update_gain(no_gains, no_drafts, steps)
-    pace = state.pace.record_steps(active, no_gains, no_drafts, learned.gain, steps)
+    learned = learned.update_gain(sampled, no_gains, no_drafts, steps)
+    pace = state.pace.record_steps(active, no_gains, no_drafts, learned.gain_of(sampled), steps)
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
