@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from peagle.engine.accept import SyntheticDrafts, draw_synthetic
-from peagle.engine.sampling import choose, draw_keys
+from peagle.engine.sampling import draw_keys, weights_of
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import MOST_PAUSE, StepCosts, choose_drafts, choose_widths, gains_of
+from peagle.ops.draw import draw as draw_index
+from peagle.ops.likeliest import argmax
 from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
 from peagle.protocols import Drafter
 
@@ -28,19 +30,24 @@ DRAFT_PART = "draft"  # a named scope, for the profiler
 
 @flax.struct.dataclass
 class SourceDrafts:
-    """The drafts of one source."""
+    """The drafts of one source; `together`: of all sources, on a second axis."""
 
     token_ids: jax.Array  # [B, K]
     confidence: jax.Array  # [B, K]
     num: jax.Array  # [B]: how many drafts
     survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
 
+    @classmethod
+    def together(cls, *sources: "SourceDrafts") -> "SourceDrafts":
+        joined: SourceDrafts = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *sources)
+        return joined
+
 
 @flax.struct.dataclass
 class AdaptiveChoice:
     """What an adaptive step proposed and chose from (peagle.engine.widths)."""
 
-    sources: tuple[SourceDrafts, ...]  # of the drafter, and of the lookup drafter
+    sources: SourceDrafts  # of the drafter, and of the lookup drafter, together
     time: jax.Array  # of choosing and of the drafter's passes, in units of a plain step
     source: jax.Array  # [B]: the source of the slot's drafts
     num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
@@ -103,27 +110,27 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
     """Return the function that chooses drafts: the likeliest tokens or, in sampled rows, draws by the keys."""
     if not kind.sampled:
         return likeliest_with_confidence if kind.adaptive else likeliest_of
+    sampling = state.sampling
     # to truncate takes time and gains nothing (acceptance length 1.57, 2.03, 2.29 either way at top-p 0.9, K = 1, 3, 7)
     untruncated = dataclasses.replace(
-        state.sampling,
-        top_k=jnp.zeros_like(state.sampling.top_k),
-        top_p=jnp.ones_like(state.sampling.top_p),
-        min_p=jnp.zeros_like(state.sampling.min_p),
+        sampling,
+        temperature=jnp.where(sampling.greedy, 1.0, sampling.temperature),
+        top_k=jnp.zeros_like(sampling.top_k),
+        top_p=jnp.ones_like(sampling.top_p),
+        min_p=jnp.zeros_like(sampling.min_p),
     )
 
     def draw(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:
         assert keys is not None
-        index = choose(logits, untruncated, keys[:, first : first + logits.shape[1]], token_ids)
+        likeliest = argmax(logits)
+        weights = weights_of(logits, likeliest, untruncated)
+        drawn = draw_index(weights, keys[:, first : first + logits.shape[1]], token_ids)
+        index = jnp.where(sampling.greedy[:, None], likeliest, drawn)
         if not kind.adaptive:
             return index, None
-        scaled = (
-            logits.astype(jnp.float32)
-            / jnp.where(state.sampling.greedy, 1.0, state.sampling.temperature)[:, None, None]
-        )
-        drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
-        probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
+        weight = jnp.take_along_axis(weights, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
         # probability 1 for a draft that is not finite: it gets verified, and the check of the step finds it
-        return index, jnp.where(index < 0, 1.0, probability)
+        return index, jnp.where(index < 0, 1.0, weight / jnp.sum(weights, axis=-1))
 
     return draw
 
@@ -221,11 +228,11 @@ def _propose_by_sources(
     survival = counted * pace.calibration[:, :1]
     gains = gains_of(survival, to_drafter, costs, num_active, rate)
     token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
-    sources: tuple[SourceDrafts, ...] = (drafts,)
+    sources = SourceDrafts.together(drafts)
     if looked_up is not None:
         # before times are measured, take the drafter's own drafts: `Engine.count_acceptance` counts these alone
         takes = (gain_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
-        source, sources = takes.astype(jnp.int32), (drafts, looked_up)
+        source, sources = takes.astype(jnp.int32), SourceDrafts.together(drafts, looked_up)
         token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
         survival = jnp.where(takes[:, None], looked_up.survival * pace.calibration[:, 1:], survival)
         num = jnp.where(takes, limits, num)

@@ -160,12 +160,11 @@ def _learn(
     assert pace is not None
     assert learned is not None
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
-    for number, drafts in enumerate(choice.sources):
-        known, right = _known(drafts, proposed, acceptance, run, active)
-        learned = learned.count_drafts(number, sampled, drafts.confidence, known, right)
-        pace = pace.record_first_drafts(
-            number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0)
-        )
+    drafts = choice.sources
+    known, right = _known(drafts, proposed, acceptance, run, active)
+    learned = learned.count_drafts(sampled, drafts.confidence, known, right)
+    first = known[..., 0] & (drafts.confidence[..., 0] > 0)
+    pace = pace.record_first_drafts(drafts.survival[..., 0], right[..., 0], first)
     num_active = jnp.maximum(jnp.sum(active, dtype=jnp.int32), 1)
     widths = jnp.where(active, proposed.widths, 0)
     pass_time = costs.of_rows(num_active + jnp.sum(widths))
@@ -208,14 +207,18 @@ def _known(
     acceptance: Acceptance,
     run: Int[Array, "B T"],
     active: jax.Array,
-) -> tuple[Bool[Array, "B K"], Bool[Array, "B K"]]:
-    """Return two masks of a source's drafts: the token at the draft's position is known; the draft is right."""
-    place = jnp.arange(drafts.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    known = (place <= acceptance.num_accepted[:, None]) & (place < drafts.num[:, None]) & active[:, None]
-    known_tokens = jnp.pad(run, ((0, 0), (0, max(place.shape[1] - run.shape[1], 0))))[:, : place.shape[1]]
-    right = drafts.token_ids == known_tokens if proposed.synthetic is None else proposed.synthetic.right
-    before = jnp.cumprod(jnp.pad(right, ((0, 0), (1, 0)), constant_values=True)[:, :-1], axis=1) > 0
-    return known & before, right
+) -> tuple[Bool[Array, "B source K"], Bool[Array, "B source K"]]:
+    """Return two masks of the sources' drafts: the token at the draft's position is known; the draft is right."""
+    place = jnp.arange(drafts.token_ids.shape[2], dtype=jnp.int32)[None, None, :]
+    most = jnp.minimum(acceptance.num_accepted[:, None] + 1, drafts.num)  # [B, source]
+    known = (place < most[..., None]) & active[:, None, None]
+    known_tokens = jnp.pad(run, ((0, 0), (0, max(place.size - run.shape[1], 0))))[:, None, : place.size]
+    right = drafts.token_ids == known_tokens
+    if proposed.synthetic is not None:
+        right = jnp.broadcast_to(proposed.synthetic.right[:, None], right.shape)
+    # a draft counts after right ones
+    num_wrong = jnp.cumsum(~right, axis=2, dtype=jnp.int32)
+    return known & (num_wrong - (~right).astype(jnp.int32) == 0), right
 
 
 def _input_after(
@@ -249,7 +252,7 @@ def _input_after(
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
     read = jnp.asarray(proposed.drafter_ran & state.may_draft)
-    if state.pace is not None and proposed.adaptive is not None and len(proposed.adaptive.sources) > 1:
+    if state.pace is not None and proposed.adaptive is not None and proposed.adaptive.sources.num.shape[1] > 1:
         # only the lookup drafter reads the slot's rows, and it reads them at once
         read |= (state.drafting == Drafting.LOOKUP_ONLY) & proposed.adaptive.tried
     begin = jnp.where(read, 0, before.num)

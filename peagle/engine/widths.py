@@ -99,24 +99,19 @@ class Learned:
 
     def count_drafts(
         self,
-        source: int,
         sampled: Bool[Array, " B"],
-        confidence: Float[Array, "B K"],
-        tried: Bool[Array, "B K"],
-        accepted: Bool[Array, "B K"],
+        confidence: Float[Array, "B source K"],
+        tried: Bool[Array, "B source K"],
+        accepted: Bool[Array, "B source K"],
     ) -> "Learned":
-        """Count drafts of a source. tried: the token at their position is known."""
-        which = jnp.stack([~sampled, sampled], axis=1)[:, :, None, None]  # [B, 2, 1, 1]
-        cells = which & _in_bin(confidence)[:, None] & tried[:, None, :, None]  # [B, 2, K, bin]
-        new_tried = jnp.sum(cells, axis=0, dtype=jnp.float32)
-        new_accepted = jnp.sum(cells & accepted[:, None, :, None], axis=0, dtype=jnp.float32)
-        total_tried, total_accepted = self.tried[source] + new_tried, self.accepted[source] + new_accepted
+        """Count drafts of all sources. tried: the token at their position is known."""
+        which = jnp.stack([~sampled, sampled], axis=1)[:, None, :, None, None]  # [B, 1, 2, 1, 1]
+        cells = which & (_in_bin(confidence) & tried[..., None])[:, :, None]  # [B, source, 2, K, bin]
+        total_tried = self.tried + jnp.sum(cells, axis=0, dtype=jnp.float32)
+        right = cells & accepted[:, :, None, :, None]
+        total_accepted = self.accepted + jnp.sum(right, axis=0, dtype=jnp.float32)
         kept = jnp.minimum(1.0, HORIZON / total_tried)
-        return dataclasses.replace(
-            self,
-            tried=self.tried.at[source].set(kept * total_tried),
-            accepted=self.accepted.at[source].set(kept * total_accepted),
-        )
+        return dataclasses.replace(self, tried=kept * total_tried, accepted=kept * total_accepted)
 
     def update_rate(self, tokens: Float[Array, ""], time: Float[Array, ""]) -> "Learned":
         """Average the rate. tokens: of a slot, in a step that took the time of `time` plain ones; 0: unknown."""
@@ -152,10 +147,10 @@ class Learned:
         return dataclasses.replace(self, profit=self.profit + towards)
 
 
-def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
-    low = jnp.asarray((-1.0, *EDGES), jnp.float32)[None, None, :]
-    high = jnp.asarray((*EDGES, 2.0), jnp.float32)[None, None, :]
-    return (confidence[..., None] >= low) & (confidence[..., None] < high)
+def _in_bin(confidence: Float[Array, "*rows K"]) -> Bool[Array, "*rows K bin"]:
+    low, high = np.asarray((-1.0, *EDGES), np.float32), np.asarray((*EDGES, 2.0), np.float32)
+    shape = (1,) * confidence.ndim
+    return (confidence[..., None] >= low.reshape(*shape, -1)) & (confidence[..., None] < high.reshape(*shape, -1))
 
 
 @flax.struct.dataclass
@@ -281,19 +276,17 @@ class Pace:
         return jnp.where(jnp.isinf(self.gain), gain, self.gain)
 
     def record_first_drafts(
-        self, source: int, expected: Float[Array, " B"], right: Bool[Array, " B"], proposed: Bool[Array, " B"]
+        self,
+        expected: Float[Array, "B source"],
+        right: Bool[Array, "B source"],
+        proposed: Bool[Array, "B source"],
     ) -> "Pace":
-        """Record the first draft of a source. expected: its chance by the counts. proposed: there was one."""
+        """Record the first drafts of all sources. expected: their chances by the counts. proposed: there was one."""
         kept = 1.0 - 1.0 / CALIBRATION_STEPS
-
-        def averaged(before: jax.Array, value: jax.Array) -> jax.Array:
-            column = before[:, source]
-            return before.at[:, source].set(jnp.where(proposed, kept * column + value, column))
-
         return dataclasses.replace(
             self,
-            expected=averaged(self.expected, expected),
-            right=averaged(self.right, right.astype(jnp.float32)),
+            expected=jnp.where(proposed, kept * self.expected + expected, self.expected),
+            right=jnp.where(proposed, kept * self.right + right.astype(jnp.float32), self.right),
         )
 
     def record_steps(

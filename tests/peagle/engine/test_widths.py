@@ -83,7 +83,10 @@ def test_chances_are_those_that_were_counted() -> None:
         bins = rng.integers(NUM_BINS, size=(4, K))
         confidence = np.asarray([[rng.uniform(low[n], high[n]) for n in row] for row in bins], np.float32)
         known, right = rng.random((4, K)) < 0.7, rng.random((4, K)) < 0.5
-        learned = learned.count_drafts(source, *map(jnp.asarray, (sampled, confidence, known, right)))
+        of_source = (np.arange(2) == source)[None, :, None]
+        both = (np.repeat(values[:, None], 2, axis=1) for values in (confidence, known, right))
+        confidences, knowns, rights = map(jnp.asarray, both)
+        learned = learned.count_drafts(jnp.asarray(sampled), confidences, knowns & of_source, rights)
         for row, place in itertools.product(range(4), range(K)):
             cell = source, int(sampled[row]), place, int(bins[row, place])
             tried[cell] += known[row, place]
@@ -108,7 +111,10 @@ def test_old_counts_are_forgotten() -> None:
         learned = learned.replace(tried=tried, accepted=(1 - chance) * tried)  # type: ignore[attr-defined]
         for _ in range(40):
             learned = learned.count_drafts(
-                0, jnp.tile(greedy, 64), jnp.tile(confidence, (64, 1)), jnp.tile(one, (64, 1)), jnp.full((64, 1), right)
+                jnp.tile(greedy, 64),
+                jnp.tile(confidence, (64, 1))[:, None],
+                jnp.tile(one, (64, 1))[:, None],
+                jnp.full((64, 1, 1), right),
             )
         assert float(learned.survival(0, greedy, confidence)[0, 0]) == pytest.approx(chance, abs=0.02)
         assert float(jnp.max(learned.tried)) <= HORIZON
@@ -125,15 +131,15 @@ def test_recorded_counts_are_a_beginning_that_later_ones_outweigh() -> None:
 
 
 def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
-    pace, yes = Pace.start(jnp.zeros((2,)), K, 2), jnp.ones((2,), bool)
-    right = jnp.asarray([True, False])
+    pace, second = Pace.start(jnp.zeros((2,)), K, 2), jnp.asarray([[False, True]] * 2)
+    expected, right = jnp.full((2, 2), 0.6), jnp.asarray([[True, True], [False, False]])
     for _ in range(20):
-        pace = pace.record_first_drafts(1, jnp.full((2,), 0.6), right, yes)
+        pace = pace.record_first_drafts(expected, right, second)
     calibration = np.asarray(pace.calibration)
     assert calibration[0, 1] > 1 > 0.5 > calibration[1, 1]
     np.testing.assert_allclose(calibration[:, 0], 1)
     for _ in range(int(3 * CALIBRATION_STEPS)):
-        pace = pace.record_first_drafts(1, jnp.full((2,), 0.6), ~right, yes)
+        pace = pace.record_first_drafts(expected, ~right, second)
     assert np.asarray(pace.calibration)[1, 1] > 1
 
 
