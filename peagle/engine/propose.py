@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from peagle.engine.accept import SyntheticDrafts, draw_synthetic
-from peagle.engine.sampling import choose, draw_keys
+from peagle.engine.sampling import draw_keys, weights_of
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import MOST_PAUSE, StepCosts, choose_drafts, choose_widths, gains_of
+from peagle.ops.draw import draw as draw_index
+from peagle.ops.likeliest import argmax
 from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
 from peagle.protocols import Drafter
 
@@ -28,19 +30,25 @@ DRAFT_PART = "draft"  # a named scope, for the profiler
 
 @flax.struct.dataclass
 class SourceDrafts:
-    """The drafts of one source."""
+    """The drafts of one source; `together`: of all sources, on a second axis."""
 
     token_ids: jax.Array  # [B, K]
     confidence: jax.Array  # [B, K]
     num: jax.Array  # [B]: how many drafts
     survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
 
+    @classmethod
+    def together(cls, *sources: "SourceDrafts") -> "SourceDrafts":
+        joined: SourceDrafts = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *sources)
+        return joined
+
 
 @flax.struct.dataclass
 class AdaptiveChoice:
     """What an adaptive step proposed and chose from (peagle.engine.widths)."""
 
-    sources: tuple[SourceDrafts, ...]  # of the drafter, and of the lookup drafter
+    sources: SourceDrafts  # of the drafter, and of the lookup drafter, together
+    time: jax.Array  # of choosing and of the drafter's passes, in units of a plain step
     source: jax.Array  # [B]: the source of the slot's drafts
     num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
     gains: jax.Array  # [B, K]: expected tokens of the drafter's drafts beyond their cost
@@ -102,27 +110,27 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
     """Return the function that chooses drafts: the likeliest tokens or, in sampled rows, draws by the keys."""
     if not kind.sampled:
         return likeliest_with_confidence if kind.adaptive else likeliest_of
+    sampling = state.sampling
     # to truncate takes time and gains nothing (acceptance length 1.57, 2.03, 2.29 either way at top-p 0.9, K = 1, 3, 7)
     untruncated = dataclasses.replace(
-        state.sampling,
-        top_k=jnp.zeros_like(state.sampling.top_k),
-        top_p=jnp.ones_like(state.sampling.top_p),
-        min_p=jnp.zeros_like(state.sampling.min_p),
+        sampling,
+        temperature=jnp.where(sampling.greedy, 1.0, sampling.temperature),
+        top_k=jnp.zeros_like(sampling.top_k),
+        top_p=jnp.ones_like(sampling.top_p),
+        min_p=jnp.zeros_like(sampling.min_p),
     )
 
     def draw(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:
         assert keys is not None
-        index = choose(logits, untruncated, keys[:, first : first + logits.shape[1]], token_ids)
+        likeliest = argmax(logits)
+        weights = weights_of(logits, likeliest, untruncated)
+        drawn = draw_index(weights, keys[:, first : first + logits.shape[1]], token_ids)
+        index = jnp.where(sampling.greedy[:, None], likeliest, drawn)
         if not kind.adaptive:
             return index, None
-        scaled = (
-            logits.astype(jnp.float32)
-            / jnp.where(state.sampling.greedy, 1.0, state.sampling.temperature)[:, None, None]
-        )
-        drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
-        probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
+        weight = jnp.take_along_axis(weights, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
         # probability 1 for a draft that is not finite: it gets verified, and the check of the step finds it
-        return index, jnp.where(index < 0, 1.0, probability)
+        return index, jnp.where(index < 0, 1.0, weight / jnp.sum(weights, axis=-1))
 
     return draw
 
@@ -174,10 +182,11 @@ def _propose_by_sources(
     learned, pace, num_drafts = state.learned, state.pace, kind.num_drafts
     assert learned is not None
     assert pace is not None
-    assert state.drafter_input is not None
+    before = state.drafter_input
+    assert before is not None
     num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
-    expected_gains, looked_up = pace.gain_or(learned.gain), None
+    expected_gains, looked_up = pace.gain_or(learned.gain_of(sampled)), None
     gain_looked_up = jnp.zeros((state.slots,), jnp.float32)
     if lookup is not None:
         state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)
@@ -185,20 +194,23 @@ def _propose_by_sources(
         gain_looked_up = jnp.sum(gains_of(calibrated, limits, costs, num_active, rate), axis=1)
 
     to_drafter, ran = jnp.where(state.uses_drafter, limits, 0), jnp.ones((), bool)
+    num_unread = jnp.max(jnp.where(state.uses_drafter, before.num, 0))
+    behind = num_unread > num_drafts + 1
+    # to absorb the input takes about one pass per K + 1 rows
+    passes = jnp.where(behind, num_unread.astype(jnp.float32) / (num_drafts + 1), 0.0)
+    catch_up = passes * costs.of_pass(num_active)
     if not always_draft:
         to_drafter = choose_drafts(expected_gains, to_drafter, num_active, costs, rate)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
         gain = jnp.sum(jnp.where(place < to_drafter[:, None], expected_gains, 0.0), axis=1) - gain_looked_up
-        time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
-        exceeds = jnp.sum(jnp.maximum(gain, 0.0)) >= time
+        time = costs.of_pass(jnp.sum(to_drafter)) + catch_up
+        exceeds = jnp.sum(jnp.maximum(gain, 0.0)) >= rate * num_active.astype(jnp.float32) * time
         to_drafter = jnp.where(exceeds, to_drafter, 0)
         ran = jnp.any(to_drafter > 0) | jnp.any(state.uses_drafter & has_no_room(state, max(num_drafts, MOST_PAUSE)))
 
     def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
         state, _ = carry
         if not always_draft:
-            assert state.drafter_input is not None
-            behind = jnp.any(state.uses_drafter & (state.drafter_input.num > num_drafts + 1))
             state = run_if(behind, functools.partial(absorb, drafter, lookup), state)
         state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
         confidence = draft.confidence if synthetic is None else synthetic.confidence
@@ -216,16 +228,17 @@ def _propose_by_sources(
     survival = counted * pace.calibration[:, :1]
     gains = gains_of(survival, to_drafter, costs, num_active, rate)
     token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
-    sources: tuple[SourceDrafts, ...] = (drafts,)
+    sources = SourceDrafts.together(drafts)
     if looked_up is not None:
         # before times are measured, take the drafter's own drafts: `Engine.count_acceptance` counts these alone
         takes = (gain_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
-        source, sources = takes.astype(jnp.int32), (drafts, looked_up)
+        source, sources = takes.astype(jnp.int32), SourceDrafts.together(drafts, looked_up)
         token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
         survival = jnp.where(takes[:, None], looked_up.survival * pace.calibration[:, 1:], survival)
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
-    choice = AdaptiveChoice(sources, source, to_drafter, gains, tried=jnp.ones((), bool))
+    time = costs.of_drafts(jnp.sum(to_drafter)) + jnp.where(ran, catch_up, 0.0)
+    choice = AdaptiveChoice(sources, time, source, to_drafter, gains, tried=jnp.ones((), bool))
     # `propose` adds the keys
     return state, Proposed(widths, token_ids, keys=None, drafter_ran=ran, num_drafted=num, adaptive=choice)
 

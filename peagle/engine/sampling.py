@@ -33,15 +33,19 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
     A greedy row has a point mass on its argmax. Finite or -inf logits give finite probabilities that sum to 1; if a
     logit is NaN, or the largest is infinite, no token has a probability above 0.
     """
-    weights = _weights(logits, sampling)
-    point = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == argmax(logits)[..., None]
+    likeliest = argmax(logits)
+    weights = weights_of(logits, likeliest, sampling)
+    point = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == likeliest[..., None]
     whole = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return jnp.where(sampling.greedy[:, None, None], point.astype(jnp.float32), whole)
 
 
-def _weights(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Array, "B T V"]:
+def weights_of(
+    logits: Float[Array, "B T V"], likeliest: Int[Array, "B T"], sampling: RowSampling
+) -> Float[Array, "B T V"]:
     """Compute float32 weights in proportion to which tokens are drawn; the largest is 1. Greedy rows: any.
 
+    likeliest: the argmax of the logits, whose logit is faster to read than to find again as their largest.
     Order: temperature, top-k, top-p, min-p. top-k keeps every logit not below the k-th largest. top-p keeps the fewest
     most likely tokens with mass top_p or more, and those that tie with the last of them. min-p drops tokens less likely
     than min_p times the likeliest. If a logit is NaN, or the largest is infinite, no weight is above 0.
@@ -52,7 +56,8 @@ def _weights(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Arra
 
     logits = logits.astype(jnp.float32)
     # subtract the largest logit before scaling: afterwards, rounding errors would have grown with 1 / temperature
-    peak = jnp.max(logits, axis=-1, keepdims=True)
+    peak = jnp.take_along_axis(logits, jnp.maximum(likeliest, 0)[..., None], axis=-1)
+    peak = jnp.where(likeliest[..., None] < 0, jnp.nan, peak)
     scaled = (logits - peak) / of(jnp.maximum(sampling.temperature, GREEDY_BELOW))
     vocab_size = logits.shape[-1]
     limited = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
@@ -111,10 +116,11 @@ def choose(
     keys None: all rows are greedy. token_ids: of the logits; None: 0, 1, 2, ... Returns an index, or NO_TOKEN if a
     logit is NaN or the largest is not finite.
     """
+    likeliest = argmax(logits)
     if keys is None:
-        return argmax(logits)
-    drawn = draw(_weights(logits, sampling), keys, token_ids)
-    return jnp.where(sampling.greedy[:, None], argmax(logits), drawn)
+        return likeliest
+    drawn = draw(weights_of(logits, likeliest, sampling), keys, token_ids)
+    return jnp.where(sampling.greedy[:, None], likeliest, drawn)
 
 
 @flax.struct.dataclass

@@ -178,7 +178,7 @@ def init_state(
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
         adjustments=Adjustments.none(slots, target.vocab_size),
-        pace=Pace.start(slots, num_drafts, num_sources) if adaptive else None,
+        pace=Pace.start(real, num_drafts, num_sources) if adaptive else None,
         learned=Learned.start(num_sources, num_drafts, counts) if adaptive else None,
         lookup_state=None if lookup is None else lookup.init_state(slots, capacity, max(2 * num_drafts, INPUT_ROOM)),
     )
@@ -294,7 +294,8 @@ def admit(
     if pace is not None:
         assert state.learned is not None
         num_sources, _, num_drafts, _ = state.learned.tried.shape
-        pace = jax.tree.map(rows, pace, Pace.start(slots.shape[0], num_drafts, num_sources))
+        profit = state.learned.profit[(~params.sampling.greedy).astype(jnp.int32)]
+        pace = jax.tree.map(rows, pace, Pace.start(profit, num_drafts, num_sources))
     stops = jnp.any(token_ids[:, None] == params.stop_token_ids, axis=1)
     emitted = params.adjustments.emitted(token_ids[:, None], jnp.ones_like(token_ids[:, None], dtype=bool))
     return dataclasses.replace(

@@ -160,30 +160,31 @@ def _learn(
     assert pace is not None
     assert learned is not None
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
-    for number, drafts in enumerate(choice.sources):
-        known, right = _known(drafts, proposed, acceptance, run, active)
-        learned = learned.count_drafts(number, sampled, drafts.confidence, known, right)
-        pace = pace.record_first_drafts(
-            number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0)
-        )
+    drafts = choice.sources
+    known, right = _known(drafts, proposed, acceptance, run, active)
+    learned = learned.count_drafts(sampled, drafts.confidence, known, right)
+    first = known[..., 0] & (drafts.confidence[..., 0] > 0)
+    pace = pace.record_first_drafts(drafts.survival[..., 0], right[..., 0], first)
     num_active = jnp.maximum(jnp.sum(active, dtype=jnp.int32), 1)
     widths = jnp.where(active, proposed.widths, 0)
     pass_time = costs.of_rows(num_active + jnp.sum(widths))
     measured = pass_time > 0
-    draft_time = jnp.where(proposed.drafter_ran, costs.of_drafts(jnp.sum(choice.num_to_drafter)), 0.0)
+    time = pass_time + choice.time
     tokens = jnp.sum(jnp.where(active, num_accepted + 1, 0)).astype(jnp.float32) / num_active.astype(jnp.float32)
-    learned = learned.update_rate(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
+    learned = learned.update_rate(tokens, jnp.where(measured, time, 0.0))
     num_drafts = choice.gains.shape[1]
     place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
     drafted = active[:, None] & (place < choice.num_to_drafter[:, None]) & measured
-    learned = learned.update_gain(choice.gains, drafted)
-    pace = pace.record_steps(active, choice.gains, drafted, learned.gain)
+    learned = learned.update_gain(sampled, choice.gains, drafted)
+    pace = pace.record_steps(active, choice.gains, drafted, learned.gain_of(sampled))
+    tried = active & choice.tried & measured
+    learned = learned.update_profit(sampled, tried, tokens - time)
+    pace = pace.record_try(tried, tokens - time)
     # to absorb drafter_input takes about one pass per K + 1 tokens
-    too_slow = costs.of_drafts(num_active) > MOST_CATCH_UP_FRAC * (num_drafts + 1)
+    too_slow = costs.of_pass(num_active) > MOST_CATCH_UP_FRAC * (num_drafts + 1)
     # decide before the drafter must run, because drafter_input is full
     behind = active & has_no_room(state, 2 * max(num_drafts, MOST_PAUSE) + 1) & ~proposed.drafter_ran
     most = jnp.where(behind & too_slow, jnp.int32(Drafting.LOOKUP_ONLY), jnp.int32(Drafting.ALWAYS))
-    pace = pace.record_try(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
     return dataclasses.replace(state, drafting=jnp.minimum(state.drafting, most), pace=pace, learned=learned)
 
 
@@ -191,12 +192,12 @@ def _learn_from_pause(state: DecodeState, costs: StepCosts, num_steps: jax.Array
     """Record the plain steps of a pause."""
     assert state.pace is not None
     assert state.learned is not None
-    active, steps = ~state.done, num_steps.astype(jnp.float32)
+    active, sampled, steps = ~state.done, ~state.sampling.greedy, num_steps.astype(jnp.float32)
     no_gains, no_drafts = jnp.zeros_like(state.pace.gain), jnp.zeros(state.pace.gain.shape, bool)
     measured = costs.of_rows(jnp.sum(active, dtype=jnp.int32)) > 0
     learned = state.learned.update_rate(steps, jnp.where(measured, steps, 0.0))
-    learned = learned.update_gain(no_gains, no_drafts, steps)
-    pace = state.pace.record_steps(active, no_gains, no_drafts, learned.gain, steps)
+    learned = learned.update_gain(sampled, no_gains, no_drafts, steps)
+    pace = state.pace.record_steps(active, no_gains, no_drafts, learned.gain_of(sampled), steps)
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
@@ -206,14 +207,18 @@ def _known(
     acceptance: Acceptance,
     run: Int[Array, "B T"],
     active: jax.Array,
-) -> tuple[Bool[Array, "B K"], Bool[Array, "B K"]]:
-    """Return two masks of a source's drafts: the token at the draft's position is known; the draft is right."""
-    place = jnp.arange(drafts.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    known = (place <= acceptance.num_accepted[:, None]) & (place < drafts.num[:, None]) & active[:, None]
-    known_tokens = jnp.pad(run, ((0, 0), (0, max(place.shape[1] - run.shape[1], 0))))[:, : place.shape[1]]
-    right = drafts.token_ids == known_tokens if proposed.synthetic is None else proposed.synthetic.right
-    before = jnp.cumprod(jnp.pad(right, ((0, 0), (1, 0)), constant_values=True)[:, :-1], axis=1) > 0
-    return known & before, right
+) -> tuple[Bool[Array, "B source K"], Bool[Array, "B source K"]]:
+    """Return two masks of the sources' drafts: the token at the draft's position is known; the draft is right."""
+    place = jnp.arange(drafts.token_ids.shape[2], dtype=jnp.int32)[None, None, :]
+    most = jnp.minimum(acceptance.num_accepted[:, None] + 1, drafts.num)  # [B, source]
+    known = (place < most[..., None]) & active[:, None, None]
+    known_tokens = jnp.pad(run, ((0, 0), (0, max(place.size - run.shape[1], 0))))[:, None, : place.size]
+    right = drafts.token_ids == known_tokens
+    if proposed.synthetic is not None:
+        right = jnp.broadcast_to(proposed.synthetic.right[:, None], right.shape)
+    # a draft counts after right ones
+    num_wrong = jnp.cumsum(~right, axis=2, dtype=jnp.int32)
+    return known & (num_wrong - (~right).astype(jnp.int32) == 0), right
 
 
 def _input_after(
@@ -247,7 +252,7 @@ def _input_after(
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
     read = jnp.asarray(proposed.drafter_ran & state.may_draft)
-    if state.pace is not None and proposed.adaptive is not None and len(proposed.adaptive.sources) > 1:
+    if state.pace is not None and proposed.adaptive is not None and proposed.adaptive.sources.num.shape[1] > 1:
         # only the lookup drafter reads the slot's rows, and it reads them at once
         read |= (state.drafting == Drafting.LOOKUP_ONLY) & proposed.adaptive.tried
     begin = jnp.where(read, 0, before.num)

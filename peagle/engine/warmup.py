@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from peagle.ops.strict_json import dumps
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0  # for one number of active slots
+LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 7, 12, 1.0  # for one number of active slots
 AGREEMENT = 1.1  # rounds end if the two shortest times of each case differ by this factor or less
 # largest share of their time that threads may have waited for processors; on two busy cores 0.58 to 0.81 were measured,
 # even in rounds that agreed
@@ -161,8 +162,8 @@ class WarmUp:
     def measure_costs(self, measuring: Measuring) -> CostTable:
         """Measure steps at 1, 2, 4, ... active slots that have pages, in units of a plain step of that many slots.
 
-        Rounds of all cases repeat until the two shortest times of each case agree: noise only adds to a time. If some
-        never agree, the machine is busy, and `steady` is False.
+        Rounds of all cases repeat until the two shortest times of each case agree; their mean counts, since noise only
+        adds to a time. If some never agree, the machine is busy, and `steady` is False.
         """
         slots, k = self._engine.config.slots, self._engine.config.num_drafts
         numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
@@ -179,14 +180,12 @@ class WarmUp:
                     turn = len(rounds) % len(cases)
                     rounds.append(self._measure_round(prompts, cases[turn:] + cases[:turn]))
             self.steady &= not _differ(rounds)
-            seconds = {case: min(by[case] for by in rounds) for case in cases}
+            seconds = {case: statistics.mean(sorted(by[case] for by in rounds)[:2]) for case in cases}
             times = {case: value / seconds[_PLAIN] for case, value in seconds.items()}
             # drafting alone: a step that drafts and verifies nothing
             drafted = times[_Case(active, k, 0)]
-            draft[active] = (
-                (0, 0.0),
-                *sorted((case.count, max(times[case] - 1.0, 0.0)) for case in times if case.count and not case.width),
-            )
+            unverified = [case for case in times if case.num_drafts and not case.verified]
+            draft[active] = tuple(sorted((case.count, max(times[case] - 1.0, 0.0)) for case in unverified))
             verify[active] = (
                 (active, 1.0),
                 *sorted(
@@ -265,7 +264,10 @@ class _Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Steps in which `slots` slots draft num_drafts tokens each and verify `width`, or together verify `rows`."""
+    """Steps in which `slots` slots draft num_drafts tokens each and verify `width`, or together verify `rows`.
+
+    No slots: steps that look up and choose. No drafts: plain steps.
+    """
 
     slots: int
     num_drafts: int
@@ -300,7 +302,7 @@ def _differ(rounds: Sequence[dict[_Case, float]]) -> bool:
 def _cases(active: int, k: int) -> list[_Case]:
     """List the cases at this many active slots: plain steps, numbers of verified and of drafted tokens."""
     widths = sorted({0, 1, 2, 3, 5, k} & set(range(k + 1)))
-    cases = [_PLAIN, *(_Case(active, k, width) for width in widths)]
+    cases = [_PLAIN, _Case(0, k, 0), *(_Case(active, k, width) for width in widths)]
     if k > 1:
         cases.append(_Case(active, 1, 0))
     if active > 1:

@@ -15,9 +15,12 @@ accepts n drafts counts drafts 0..n of each source.
 
 Before the drafter runs, its confidence is unknown. So each slot remembers how often its recent drafts were accepted, by
 position. If the expected gain of all slots exceeds the cost of the drafter's pass, the drafter runs. In a slot without
-drafts, gains drift back to the average of all slots, so that drafting is tried again. Lookups cost next to nothing, and
-are always tried. These choices take time, too: for a small target, half of a plain step's. So after several steps that
-draft nothing, drafting is paused: the next few steps are plain.
+drafts, gains drift back to the average of all slots, so that drafting is tried again. Lookups take no pass.
+
+To look up and to choose take time, too. So each slot remembers the profit of its recent steps that tried to draft: the
+tokens beyond those that plain steps emit in the same time. If it is negative, drafting is paused: so many plain steps
+follow that tries lose a small share of the time. A request begins with the profit and the gains of the engine's
+requests of its kind, greedy or sampled.
 
 These choices change time alone, never a token (peagle.engine.accept).
 """
@@ -44,14 +47,16 @@ CALIBRATION_PRIOR = 1.5  # right drafts with which it starts
 MOST_CALIBRATION = 1.25
 
 RATE_STEPS = 32.0  # plain steps over which the engine's rate is averaged
-FIRST_GAIN = 0.7  # initial gain of a slot's first draft; FIRST_GAIN**2 of its second, and so on
+FIRST_GAIN = 0.7  # gain of a first draft if nothing is known; FIRST_GAIN**2 of a second, and so on
+FIRST_PROFIT = 0.2  # of the engine's first request
+PROFIT_TRIES, ALL_PROFIT_TRIES = 12.0, 24.0  # tries over which the profit is averaged: of a slot, of all of a kind
+LOSS_FRAC = 0.02  # share of the time that tries may lose
 GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged: of a slot, of all
 DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gains drift back to the average of all
-ALL_DRIFT_STEPS = 2048.0  # and the average of all to the initial gains
+ALL_DRIFT_STEPS = 2048.0  # and the average of all to FIRST_GAIN's
 MOST_CATCH_UP_FRAC = 0.05  # largest share of the time for a drafter that only reads tokens
 GOOD_CHANCE = 0.85  # the best chance to expect of a draft: if drafting would gain nothing even then, steps are plain
-PATIENCE = 3  # tries in a row that drafted nothing before drafting is paused
-MOST_PAUSE = 3  # most plain steps of a pause
+MOST_PAUSE = 32  # most plain steps of a pause; the drafter's input has room for three
 
 # [greedy, sampled][position][bin]: (tried, accepted)
 Counts: TypeAlias = tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
@@ -64,7 +69,8 @@ class Learned:
     tried: jax.Array  # [source, sampled, position, bin] float32
     accepted: jax.Array  # likewise
     rate: jax.Array  # float32: tokens of a slot in the time of a plain step
-    gain: jax.Array  # [K] float32: average gain of the drafter's drafts (`gains_of`)
+    gain: jax.Array  # [sampled, K] float32: average gain of the drafter's drafts (`gains_of`)
+    profit: jax.Array  # [sampled] float32: average profit of tries
 
     @classmethod
     def start(cls, num_sources: int, num_drafts: int, counts: Counts | None = None) -> "Learned":
@@ -76,8 +82,14 @@ class Learned:
             scale = np.minimum(1.0, MOST_STARTING / np.maximum(recorded[..., 0], 1.0))
             tried[0, :, : recorded.shape[1]] += scale * recorded[..., 0]
             accepted[0, :, : recorded.shape[1]] += scale * recorded[..., 1]
-        gain = jnp.asarray(_first_gain(num_drafts))
-        return cls(jnp.asarray(tried), jnp.asarray(accepted), jnp.ones((), jnp.float32), gain)
+        chances = np.full((2, num_drafts), FIRST_GAIN, np.float32)
+        if counts is not None:
+            known = recorded.sum(axis=2)
+            place = known[..., 0] > 0
+            chances[:, : place.shape[1]][place] = known[place, 1] / known[place, 0]
+        gain = jnp.asarray(np.cumprod(chances, axis=1))
+        profit = jnp.full((2,), FIRST_PROFIT, jnp.float32)
+        return cls(jnp.asarray(tried), jnp.asarray(accepted), jnp.ones((), jnp.float32), gain, profit)
 
     def survival(self, source: int, sampled: Bool[Array, " B"], confidence: Float[Array, "B K"]) -> Float[Array, "B K"]:
         """Compute each draft's chance of being accepted with all drafts before it."""
@@ -87,24 +99,19 @@ class Learned:
 
     def count_drafts(
         self,
-        source: int,
         sampled: Bool[Array, " B"],
-        confidence: Float[Array, "B K"],
-        tried: Bool[Array, "B K"],
-        accepted: Bool[Array, "B K"],
+        confidence: Float[Array, "B source K"],
+        tried: Bool[Array, "B source K"],
+        accepted: Bool[Array, "B source K"],
     ) -> "Learned":
-        """Count drafts of a source. tried: the token at their position is known."""
-        which = jnp.stack([~sampled, sampled], axis=1)[:, :, None, None]  # [B, 2, 1, 1]
-        cells = which & _in_bin(confidence)[:, None] & tried[:, None, :, None]  # [B, 2, K, bin]
-        new_tried = jnp.sum(cells, axis=0, dtype=jnp.float32)
-        new_accepted = jnp.sum(cells & accepted[:, None, :, None], axis=0, dtype=jnp.float32)
-        total_tried, total_accepted = self.tried[source] + new_tried, self.accepted[source] + new_accepted
+        """Count drafts of all sources. tried: the token at their position is known."""
+        which = jnp.stack([~sampled, sampled], axis=1)[:, None, :, None, None]  # [B, 1, 2, 1, 1]
+        cells = which & (_in_bin(confidence) & tried[..., None])[:, :, None]  # [B, source, 2, K, bin]
+        total_tried = self.tried + jnp.sum(cells, axis=0, dtype=jnp.float32)
+        right = cells & accepted[:, :, None, :, None]
+        total_accepted = self.accepted + jnp.sum(right, axis=0, dtype=jnp.float32)
         kept = jnp.minimum(1.0, HORIZON / total_tried)
-        return dataclasses.replace(
-            self,
-            tried=self.tried.at[source].set(kept * total_tried),
-            accepted=self.accepted.at[source].set(kept * total_accepted),
-        )
+        return dataclasses.replace(self, tried=kept * total_tried, accepted=kept * total_accepted)
 
     def update_rate(self, tokens: Float[Array, ""], time: Float[Array, ""]) -> "Learned":
         """Average the rate. tokens: of a slot, in a step that took the time of `time` plain ones; 0: unknown."""
@@ -112,25 +119,38 @@ class Learned:
         return dataclasses.replace(self, rate=self.rate + share * (tokens / jnp.maximum(time, 1e-6) - self.rate))
 
     def update_gain(
-        self, gains: Float[Array, "B K"], drafted: Bool[Array, "B K"], num_steps: jax.Array | int = 1
+        self,
+        sampled: Bool[Array, " B"],
+        gains: Float[Array, "B K"],
+        drafted: Bool[Array, "B K"],
+        num_steps: jax.Array | int = 1,
     ) -> "Learned":
-        """Average the gains over the slots that drafted; without any, drift for num_steps steps."""
-        count = jnp.sum(drafted, axis=0, dtype=jnp.int32)
-        mean = jnp.sum(jnp.where(drafted, gains, 0.0), axis=0) / jnp.maximum(count, 1).astype(jnp.float32)
-        first = jnp.asarray(_first_gain(gains.shape[1]))
-        drift = num_steps * (first - self.gain) / ALL_DRIFT_STEPS
+        """Average the gains over the slots of a kind that drafted; without any, drift for num_steps steps."""
+        of_kind = jnp.stack([drafted & ~sampled[:, None], drafted & sampled[:, None]])  # [2, B, K]
+        count = jnp.sum(of_kind, axis=1, dtype=jnp.int32)
+        mean = jnp.sum(jnp.where(of_kind, gains, 0.0), axis=1) / jnp.maximum(count, 1).astype(jnp.float32)
+        first = FIRST_GAIN ** np.arange(1, gains.shape[1] + 1, dtype=np.float32)
+        drift = num_steps * (jnp.asarray(first)[None] - self.gain) / ALL_DRIFT_STEPS
         towards = jnp.where(count > 0, (mean - self.gain) / ALL_GAINS_STEPS, drift)
         return dataclasses.replace(self, gain=self.gain + towards)
 
+    def gain_of(self, sampled: Bool[Array, " B"]) -> Float[Array, "B K"]:
+        """Return the average gains of requests of each slot's kind."""
+        return jnp.where(sampled[:, None], self.gain[1][None], self.gain[0][None])
 
-def _first_gain(num_drafts: int) -> np.ndarray:
-    return FIRST_GAIN ** np.arange(1, num_drafts + 1, dtype=np.float32)
+    def update_profit(
+        self, sampled: Bool[Array, " B"], tried: Bool[Array, " B"], profit: Float[Array, ""]
+    ) -> "Learned":
+        """Average the profit of a step over the kinds of requests that tried to draft in it."""
+        kinds = jnp.stack([jnp.any(tried & ~sampled), jnp.any(tried & sampled)])
+        towards = jnp.where(kinds, (profit - self.profit) / ALL_PROFIT_TRIES, 0.0)
+        return dataclasses.replace(self, profit=self.profit + towards)
 
 
-def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
-    low = jnp.asarray((-1.0, *EDGES), jnp.float32)[None, None, :]
-    high = jnp.asarray((*EDGES, 2.0), jnp.float32)[None, None, :]
-    return (confidence[..., None] >= low) & (confidence[..., None] < high)
+def _in_bin(confidence: Float[Array, "*rows K"]) -> Bool[Array, "*rows K bin"]:
+    low, high = np.asarray((-1.0, *EDGES), np.float32), np.asarray((*EDGES, 2.0), np.float32)
+    shape = (1,) * confidence.ndim
+    return (confidence[..., None] >= low.reshape(*shape, -1)) & (confidence[..., None] < high.reshape(*shape, -1))
 
 
 @flax.struct.dataclass
@@ -138,7 +158,7 @@ class StepCosts:
     """Times of parts of a step at one number of active slots, in units of a plain step there; all 0: not measured."""
 
     verify: jax.Array | np.ndarray  # [B (K + 1) + 1] float32: of a pass by its rows, without drafting
-    draft: jax.Array | np.ndarray  # [B K + 1]: of the drafter's pass by the drafts that it makes
+    draft: jax.Array | np.ndarray  # [B K + 1]: of choosing and of the drafter's pass, by its drafts; 0: no pass
 
     @classmethod
     def unknown(cls, size: int, num_drafts: int) -> "StepCosts":
@@ -156,6 +176,10 @@ class StepCosts:
 
     def of_drafts(self, count: jax.Array) -> jax.Array:
         return jnp.asarray(self.draft)[count]
+
+    def of_pass(self, count: jax.Array) -> jax.Array:
+        """Return the time of the drafter's pass alone."""
+        return self.of_drafts(count) - jnp.asarray(self.draft)[0]
 
     def of_rows(self, rows: jax.Array) -> jax.Array:
         return jnp.asarray(self.verify)[jnp.minimum(rows, self.verify.shape[0] - 1)]
@@ -221,16 +245,17 @@ class Pace:
     """How the slots draft; the slot is the leading axis. Methods return a changed copy."""
 
     pauses: jax.Array  # [B] int32: plain steps before drafting is tried again
-    empties: jax.Array  # [B] int32: tries in a row that drafted nothing
+    profit: jax.Array  # [B] float32: average profit of tries
     gain: jax.Array  # [B, K] float32: average gain of the drafter's drafts (`gains_of`); inf: not known yet
     expected: jax.Array  # [B, source] float32: how many recent first drafts were expected to be right
     right: jax.Array  # [B, source] float32: how many were
 
     @classmethod
-    def start(cls, slots: int, num_drafts: int, num_sources: int) -> "Pace":
-        none, hits = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, num_sources), jnp.float32)
-        unknown = jnp.full((slots, num_drafts), jnp.inf, jnp.float32)
-        return cls(none, none, unknown, hits, hits)
+    def start(cls, profit: Float[Array, " B"], num_drafts: int, num_sources: int) -> "Pace":
+        """Make the pace of slots that have decoded nothing. profit: that of the engine's requests of their kind."""
+        hits = jnp.zeros((*profit.shape, num_sources), jnp.float32)
+        unknown = jnp.full((*profit.shape, num_drafts), jnp.inf, jnp.float32)
+        return cls(_pause_after(profit), profit, unknown, hits, hits)
 
     def pause(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
         """Return for how many steps all active slots pause drafting."""
@@ -241,32 +266,27 @@ class Pace:
         """How often recent first drafts were right, over the counts' prediction."""
         return jnp.minimum((self.right + CALIBRATION_PRIOR) / (self.expected + CALIBRATION_PRIOR), MOST_CALIBRATION)
 
-    def record_try(self, active: Bool[Array, " B"], tried: Bool[Array, ""], drafted: Bool[Array, ""]) -> "Pace":
-        """Record whether a step tried to draft, and whether some slot did; choose for how long they pause."""
-        empties = jnp.where(tried, jnp.where(drafted, 0, self.empties + 1), self.empties)
-        pauses = jnp.where(tried, jnp.clip(empties - PATIENCE, 0, MOST_PAUSE), self.pauses)
-        return dataclasses.replace(
-            self, pauses=jnp.where(active, pauses, self.pauses), empties=jnp.where(active, empties, self.empties)
-        )
+    def record_try(self, tried: Bool[Array, " B"], profit: Float[Array, ""]) -> "Pace":
+        """Record the profit of a step in which these slots tried to draft; choose for how long they pause."""
+        average = self.profit + jnp.where(tried, (profit - self.profit) / PROFIT_TRIES, 0.0)
+        return dataclasses.replace(self, profit=average, pauses=jnp.where(tried, _pause_after(average), self.pauses))
 
-    def gain_or(self, gain: Float[Array, " K"]) -> Float[Array, "B K"]:
+    def gain_or(self, gain: Float[Array, "B K"]) -> Float[Array, "B K"]:
         """Return each slot's gains, or the average `gain` if its own are not known yet."""
-        return jnp.where(jnp.isinf(self.gain), gain[None, :], self.gain)
+        return jnp.where(jnp.isinf(self.gain), gain, self.gain)
 
     def record_first_drafts(
-        self, source: int, expected: Float[Array, " B"], right: Bool[Array, " B"], proposed: Bool[Array, " B"]
+        self,
+        expected: Float[Array, "B source"],
+        right: Bool[Array, "B source"],
+        proposed: Bool[Array, "B source"],
     ) -> "Pace":
-        """Record the first draft of a source. expected: its chance by the counts. proposed: there was one."""
+        """Record the first drafts of all sources. expected: their chances by the counts. proposed: there was one."""
         kept = 1.0 - 1.0 / CALIBRATION_STEPS
-
-        def averaged(before: jax.Array, value: jax.Array) -> jax.Array:
-            column = before[:, source]
-            return before.at[:, source].set(jnp.where(proposed, kept * column + value, column))
-
         return dataclasses.replace(
             self,
-            expected=averaged(self.expected, expected),
-            right=averaged(self.right, right.astype(jnp.float32)),
+            expected=jnp.where(proposed, kept * self.expected + expected, self.expected),
+            right=jnp.where(proposed, kept * self.right + right.astype(jnp.float32), self.right),
         )
 
     def record_steps(
@@ -274,12 +294,12 @@ class Pace:
         active: Bool[Array, " B"],
         gains: Float[Array, "B K"],
         drafted: Bool[Array, "B K"],
-        gain_of_all: Float[Array, " K"],
+        gain_of_all: Float[Array, "B K"],
         num_steps: jax.Array | int = 1,
     ) -> "Pace":
         """Record the gains of a step's drafts, or num_steps steps without drafts."""
         known = self.gain_or(gain_of_all)
-        drift = num_steps * (gain_of_all[None, :] - known) / DRIFT_STEPS
+        drift = num_steps * (gain_of_all - known) / DRIFT_STEPS
         towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, drift)
         pauses = jnp.maximum(self.pauses - jnp.asarray(num_steps).astype(jnp.int32), 0)
         return dataclasses.replace(
@@ -289,11 +309,17 @@ class Pace:
         )
 
 
+def _pause_after(profit: Float[Array, " B"]) -> Int[Array, " B"]:
+    """Choose so many plain steps that another try of this profit loses LOSS_FRAC of the time."""
+    return jnp.clip(-profit / LOSS_FRAC, 0, MOST_PAUSE).astype(jnp.int32)
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Times of parts of steps by number of active slots, in units of a plain step there.
 
-    verify: (rows, time) of passes, from one row per slot on. draft: (drafts, time) of the drafter's passes, from 0 on.
+    verify: (rows, time) of passes, from one row per slot on. draft: (drafts, time) of choosing and of the
+    drafter's pass; with 0 drafts there is no pass.
     Other times are interpolated.
     """
 

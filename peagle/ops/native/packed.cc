@@ -47,6 +47,7 @@ PEAGLE_INLINE void AddOuter(const Floats (&weights)[R], const float* const* x, i
 // panel's end the beginning of the next group. Processors prefetch by themselves, but not for several panels at once. A
 // prefetch past the end is harmless.
 constexpr int64_t kAheadDense = 8192, kAheadMxfp4 = 2048;  // bytes; four-bit weights last longer (tuned on Zen 5)
+[[maybe_unused]] constexpr int64_t kAheadPairs = 512;        // of dense weights by pairs (tuned on Zen 4)
 
 template <int R>
 class Ahead {
@@ -300,7 +301,7 @@ struct Bfloat16Pairs : Bfloat16 {
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const uint32_t* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
     const int64_t panel = PanelBytes(inputs);
-    const Ahead<R> ahead(panel, kAheadDense);
+    const Ahead<R> ahead(panel, kAheadPairs);
     for (int64_t pair = 0; pair < (inputs + 1) / 2; ++pair) {
       Floats weights[R];
       for (int r = 0; r < R; ++r) {
@@ -318,7 +319,7 @@ struct Mxfp4Pairs : Mxfp4 {
   using Input = uint32_t;  // inputs j and j + 4 of eight: their codes lie 16 bits apart, so one shift brings both into place
   static int64_t Width(int64_t inputs) { return inputs / 2; }
   static void Convert(const float* x, int64_t inputs, uint32_t* out) { ToPairs(x, inputs, true, out); }
-  static constexpr int Columns(int rows) { return rows <= 4 ? 4 : 2; }
+  static constexpr int Columns(int rows) { return rows <= 1 ? 4 : 2; }
 
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const uint32_t* const* x, int64_t inputs,

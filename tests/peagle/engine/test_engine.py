@@ -21,7 +21,7 @@ from peagle.engine.sampling import RowSampling
 from peagle.engine.state import init_state
 from peagle.engine.step import step
 from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import MOST_PAUSE, PATIENCE, CostTable, Learned, StepCosts
+from peagle.engine.widths import FIRST_PROFIT, LOSS_FRAC, PROFIT_TRIES, CostTable, Learned, StepCosts
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
@@ -371,17 +371,24 @@ class Counting(WithoutMemory):
         return DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.full(shape, 0.01)), state + 1
 
 
-def test_after_steps_without_drafts_the_next_are_plain(target, plain) -> None:
-    """Of 32 steps, the first 4 look up, then one after a plain step, one after 2, and one in every four."""
+def test_after_steps_whose_tries_do_not_pay_the_next_are_plain(target, plain) -> None:
+    """Looking up takes a fifth of a plain step, and finds nothing. The second request begins with a pause."""
     shape = config(3, adaptive=True, steps_per_dispatch=16)
     engine = Engine(target, scripts(plain, "oracle"), shape, lookup=Counting())
-    engine.costs = CostTable({1: ((1, 1.0), (2, 1.5), (4, 1e3))}, {1: ((0, 0.0), (3, 1e3))})
-    tokens, records = decode(engine, [Request(PROMPTS[0], 33)])
-    assert tokens == [plain[0][:33]]
-    assert len(records[0]) == 32
-    assert (PATIENCE, MOST_PAUSE) == (3, 3)
-    looked_up = [0, 1, 2, 3, 5, 8, 12, 16, 20, 24, 28]
-    assert engine.executor.state.lookup_state.tolist() == [len(looked_up)]
+    engine.costs = CostTable({1: ((1, 1.0), (2, 1.5), (4, 1e3))}, {1: ((0, 0.2), (3, 1e3))})
+    profit, step, num_tries = FIRST_PROFIT, 0, 0
+    while step < 59:
+        profit -= (profit + 0.2) / PROFIT_TRIES
+        step, num_tries = step + 1 + max(0, int(-profit / LOSS_FRAC)), num_tries + 1
+    assert num_tries < 25
+    looked_up = [0]
+    for _ in range(2):
+        tokens, records = decode(engine, [Request(PROMPTS[0], 60)])
+        assert tokens == [plain[0]]
+        assert len(records[0]) == 59
+        looked_up += engine.executor.state.lookup_state.tolist()
+    assert looked_up[1] == num_tries
+    assert 0 < looked_up[2] - looked_up[1] < 0.7 * num_tries
 
 
 def test_slots_that_took_plain_steps_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from peagle.engine.widths import (
     CALIBRATION_STEPS,
     EDGES,
+    FIRST_PROFIT,
     HORIZON,
+    LOSS_FRAC,
+    MOST_PAUSE,
     NUM_BINS,
     CostTable,
     Learned,
@@ -80,7 +83,10 @@ def test_chances_are_those_that_were_counted() -> None:
         bins = rng.integers(NUM_BINS, size=(4, K))
         confidence = np.asarray([[rng.uniform(low[n], high[n]) for n in row] for row in bins], np.float32)
         known, right = rng.random((4, K)) < 0.7, rng.random((4, K)) < 0.5
-        learned = learned.count_drafts(source, *map(jnp.asarray, (sampled, confidence, known, right)))
+        of_source = (np.arange(2) == source)[None, :, None]
+        both = (np.repeat(values[:, None], 2, axis=1) for values in (confidence, known, right))
+        confidences, knowns, rights = map(jnp.asarray, both)
+        learned = learned.count_drafts(jnp.asarray(sampled), confidences, knowns & of_source, rights)
         for row, place in itertools.product(range(4), range(K)):
             cell = source, int(sampled[row]), place, int(bins[row, place])
             tried[cell] += known[row, place]
@@ -105,7 +111,10 @@ def test_old_counts_are_forgotten() -> None:
         learned = learned.replace(tried=tried, accepted=(1 - chance) * tried)  # type: ignore[attr-defined]
         for _ in range(40):
             learned = learned.count_drafts(
-                0, jnp.tile(greedy, 64), jnp.tile(confidence, (64, 1)), jnp.tile(one, (64, 1)), jnp.full((64, 1), right)
+                jnp.tile(greedy, 64),
+                jnp.tile(confidence, (64, 1))[:, None],
+                jnp.tile(one, (64, 1))[:, None],
+                jnp.full((64, 1, 1), right),
             )
         assert float(learned.survival(0, greedy, confidence)[0, 0]) == pytest.approx(chance, abs=0.02)
         assert float(jnp.max(learned.tried)) <= HORIZON
@@ -122,36 +131,67 @@ def test_recorded_counts_are_a_beginning_that_later_ones_outweigh() -> None:
 
 
 def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
-    pace, yes = Pace.start(2, K, 2), jnp.ones((2,), bool)
-    right = jnp.asarray([True, False])
+    pace, second = Pace.start(jnp.zeros((2,)), K, 2), jnp.asarray([[False, True]] * 2)
+    expected, right = jnp.full((2, 2), 0.6), jnp.asarray([[True, True], [False, False]])
     for _ in range(20):
-        pace = pace.record_first_drafts(1, jnp.full((2,), 0.6), right, yes)
+        pace = pace.record_first_drafts(expected, right, second)
     calibration = np.asarray(pace.calibration)
     assert calibration[0, 1] > 1 > 0.5 > calibration[1, 1]
     np.testing.assert_allclose(calibration[:, 0], 1)
     for _ in range(int(3 * CALIBRATION_STEPS)):
-        pace = pace.record_first_drafts(1, jnp.full((2,), 0.6), ~right, yes)
+        pace = pace.record_first_drafts(expected, ~right, second)
     assert np.asarray(pace.calibration)[1, 1] > 1
 
 
-def test_a_slots_gains_follow_its_drafts_and_drift_back_to_those_of_all() -> None:
-    learned, pace = Learned.start(1, K), Pace.start(2, K, 1)
-    active = jnp.ones((2,), bool)
+def test_a_slots_gains_follow_its_drafts_and_drift_back_to_those_of_all_of_its_kind() -> None:
+    learned, pace = Learned.start(1, K), Pace.start(jnp.zeros((2,)), K, 1)
+    active, sampled = jnp.ones((2,), bool), jnp.asarray([False, True])
     gains = jnp.asarray([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]])
     two = jnp.asarray([[True, True, False]] * 2)
-    before = np.asarray(learned.gain)
+    before = np.asarray(learned.gain_of(sampled))
     assert (np.diff(before) < 0).all()
     for _ in range(12):
-        pace = pace.record_steps(active, gains, two, learned.gain)
+        pace = pace.record_steps(active, gains, two, learned.gain_of(sampled))
     np.testing.assert_allclose(pace.gain[:, :2], gains[:, :2], atol=0.02)
-    np.testing.assert_allclose(pace.gain[:, 2], before[2], atol=1e-6)  # nothing was drafted there
+    np.testing.assert_allclose(pace.gain[:, 2], before[:, 2], atol=1e-6)  # nothing was drafted there
     for _ in range(400):
-        pace = pace.record_steps(active, gains, jnp.zeros_like(two), learned.gain)
-    np.testing.assert_allclose(pace.gain, np.tile(before, (2, 1)), rtol=0.02)
+        pace = pace.record_steps(active, gains, jnp.zeros_like(two), learned.gain_of(sampled))
+    np.testing.assert_allclose(pace.gain, before, rtol=0.02)
     for _ in range(200):
-        learned = learned.update_gain(gains, two)
-    np.testing.assert_allclose(learned.gain[:2], gains.mean(axis=0)[:2], atol=0.02)
-    assert abs(float(learned.gain[2]) - before[2]) < 1e-3
+        learned = learned.update_gain(sampled, gains, two)
+    np.testing.assert_allclose(learned.gain_of(sampled)[:, :2], gains[:, :2], atol=0.02)
+    assert abs(float(learned.gain[0, 2]) - before[0, 2]) < 1e-3
+
+
+def test_gains_begin_with_the_recorded_acceptance_of_each_kind() -> None:
+    def counts(*accepted: float) -> tuple[tuple[tuple[float, float], ...], ...]:
+        return tuple(((10.0, 10 * chance), *[(0.0, 0.0)] * (NUM_BINS - 1)) for chance in accepted)
+
+    nothing = tuple(((0.0, 0.0),) * NUM_BINS for _ in range(2))
+    unknown = Learned.start(1, K).gain
+    gain = Learned.start(1, K, (counts(0.5, 0.8), nothing)).gain
+    np.testing.assert_allclose(gain, [[0.5, 0.4, 0.4 * unknown[0, 0]], unknown[1]], rtol=1e-5)
+
+
+def test_tries_that_do_not_pay_are_so_rare_that_they_lose_a_small_share_of_the_time() -> None:
+    """Slot 1 did not try. A slot that begins has the profit of the requests of its kind."""
+    learned, pace = Learned.start(1, K), Pace.start(jnp.full((2,), FIRST_PROFIT), K, 1)
+    tried, sampled = jnp.asarray([True, False]), jnp.asarray([True, False])
+    assert pace.pauses.tolist() == [0, 0]
+    for _ in range(200):
+        pace, learned = (
+            pace.record_try(tried, jnp.asarray(-0.3)),
+            learned.update_profit(sampled, tried, jnp.asarray(-0.3)),
+        )
+    np.testing.assert_allclose(pace.profit, [-0.3, FIRST_PROFIT], rtol=1e-3)
+    assert 0.3 / (int(pace.pauses[0]) + 1) == pytest.approx(LOSS_FRAC, rel=0.1)
+    assert pace.pauses[1] == 0
+    np.testing.assert_allclose(learned.profit, [FIRST_PROFIT, -0.3], rtol=1e-3)
+    assert Pace.start(learned.profit, K, 1).pauses.tolist() == [0, int(pace.pauses[0])]
+    assert Pace.start(jnp.asarray([-9.0]), K, 1).pauses.tolist() == [MOST_PAUSE]
+    for _ in range(3):
+        pace = pace.record_try(tried, jnp.asarray(2.0))
+    assert pace.pauses[0] == 0
 
 
 def test_gains_are_survivals_beyond_the_price_of_a_row() -> None:
@@ -181,11 +221,12 @@ def test_a_slot_drafts_as_many_as_are_worth_the_pass() -> None:
 def test_times_between_measured_ones_are_interpolated() -> None:
     table = CostTable(
         {1: ((1, 1.0), (2, 1.2), (4, 1.8)), 4: ((4, 1.0), (8, 2.0), (16, 3.0))},
-        {1: ((0, 0.0), (1, 0.2), (3, 0.3)), 4: ((0, 0.0), (4, 0.4), (12, 0.5))},
+        {1: ((0, 0.1), (1, 0.2), (3, 0.3)), 4: ((0, 0.0), (4, 0.4), (12, 0.5))},
     )
     alone = table.at(1, 1, K)
     np.testing.assert_allclose(alone.verify[1:], [1.0, 1.2, 1.5, 1.8], rtol=1e-6)
-    np.testing.assert_allclose(alone.draft, [0, 0.2, 0.25, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(alone.draft, [0.1, 0.2, 0.25, 0.3], rtol=1e-6)
+    assert float(alone.of_pass(jnp.asarray(2))) == pytest.approx(0.15)
     six = table.at(6, 8, K)  # by the entry of 4, scaled
     assert float(six.verify[12]) == pytest.approx(2.0)
     assert float(six.draft[6]) == pytest.approx(0.4)
