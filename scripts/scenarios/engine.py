@@ -28,6 +28,7 @@ from scripts.runs import ROOT, Json, Progress, RawLines
 NOW, BEFORE = "now", "before"
 Key = tuple[str, str, str, int]  # of a line: model, case, side, round
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
+PROMPTS = (512, 2048)
 SHARE = 0.25  # of the contexts' memory
 
 
@@ -71,6 +72,8 @@ def cases(long: int) -> Iterator[Case]:
         arguments = {"requests": requests, "k": 0, "prompt": 40, "new": 100}
         over = None if requests in (1, 32) else _many(SLOTS[number - 1])
         yield Case(_many(requests), "tok_per_s", "many", arguments, over)
+    for tokens in PROMPTS:
+        yield Case(f"a prompt of {tokens:,} tokens: until its first token", "ttft_s", "prompt", {"tokens": tokens})
     prompts = {"requests": 16, "k": 0, "prompt": 60, "new": 2}
     yield Case("16 prompts of 60 tokens: until all have a first token", "last_first_token_s", "many", prompts)
     yield Case("a second turn after 2,048 tokens", "ttft_s", "turn", {"history": 2048, "question": 20})

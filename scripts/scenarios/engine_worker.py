@@ -37,6 +37,11 @@ class Measured:
         last_s, _, total_s, count = self._run(engine, [(prompt, new)] * requests)
         return {"tok_per_s": count / total_s, "last_first_token_s": last_s}
 
+    def prompt(self, tokens: int) -> dict[str, float]:
+        """Read one prompt: time to its first token."""
+        _, first_s, _, _ = self._run(self._engine(1, 0, tokens + 64), [(tokens, 2)])
+        return {"ttft_s": first_s}
+
     def turn(self, history: int, question: int) -> dict[str, float]:
         """Answer a second turn after a first one: time to its first token."""
         engine = self._engine(1, 0, history + 2 * question, prefix_cache=1 << 28)
