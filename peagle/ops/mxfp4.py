@@ -76,11 +76,9 @@ def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     _, exponent = np.frexp(peak)  # peak = m * 2^exponent, m in [0.5, 1)
     exponent = np.where(peak > 0, exponent - 3, 0)
     scales = np.clip(exponent + 127, 0, NAN_SCALE - 1)
-    scaled = np.ldexp(grouped, -(scales.astype(np.int32) - 127)[..., None])
-    # midpoints between neighbouring codes; a tie goes to the code of even index (even mantissa)
-    midpoints = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
-    magnitude = np.abs(scaled)
-    below, above = np.searchsorted(midpoints, magnitude, "left"), np.searchsorted(midpoints, magnitude, "right")
-    code = np.where(below % 2 == 0, below, above) | (np.signbit(scaled) << 3)
-    code = code.astype(np.uint8)
-    return (code[..., 0::2] | (code[..., 1::2] << 4)).astype(np.uint8), scales.astype(np.uint8)
+    magnitude = np.abs(np.ldexp(grouped, -(scales.astype(np.int32) - 127)[..., None]))
+    # codes are 0.5 apart below 2, 1 apart below 4, 2 apart above; rint takes ties to the even code
+    code = np.where(magnitude < 2, np.rint(2 * magnitude), np.rint(magnitude) + 2)
+    code = np.where(magnitude < 4, code, np.minimum(np.rint(magnitude / 2) + 4, 7)).astype(np.uint8)
+    code |= np.signbit(grouped).astype(np.uint8) << 3
+    return code[..., 0::2] | (code[..., 1::2] << 4), scales.astype(np.uint8)

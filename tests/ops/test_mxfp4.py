@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from peagle.ops import mxfp4
+from peagle.ops.linear import to_mxfp4
+from peagle.ops.linear.packed import pack_floats, pack_mxfp4, packed_matrix
 from peagle.ops.mxfp4 import BLOCK, CODES, NAN_SCALE, dequantize, dequantize_on_device, quantize
 
 products_on_device = jax.jit(mxfp4.products_on_device)
@@ -119,3 +121,22 @@ def test_every_code_by_arithmetic(column: int) -> None:
 def test_columns_must_fill_their_blocks() -> None:
     with pytest.raises(ValueError, match="multiple of 32"):
         quantize(np.zeros((1, 33), np.float32))
+
+
+@pytest.mark.parametrize("outputs", [1, 16, 4100])  # one panel in part, whole, more panels than are rounded at once
+def test_packed_matrix_is_rounded_as_quantize_does(outputs: int) -> None:
+    rows = np.random.default_rng(0).standard_normal((outputs, 96)).astype(ml_dtypes.bfloat16)
+    rows *= np.exp2(np.random.default_rng(1).integers(-30, 30, (outputs, 1))).astype(ml_dtypes.bfloat16)
+    rows[0, 32:64] = 0
+    packed = to_mxfp4(packed_matrix(pack_floats(rows), 96, outputs))
+    data, scales = pack_mxfp4(*quantize(rows.astype(np.float32)))
+    np.testing.assert_array_equal(packed.data, data)
+    assert packed.scales is not None
+    filled = outputs % 16 or 16  # the last panel's rows without outputs are zeros, whose scale is any
+    np.testing.assert_array_equal(packed.scales[:-1], scales[:-1])
+    np.testing.assert_array_equal(packed.scales[-1, :, :filled], scales[-1, :, :filled])
+
+
+def test_matrix_without_whole_blocks_is_not_rounded() -> None:
+    packed = packed_matrix(pack_floats(np.ones((16, 40), ml_dtypes.bfloat16)), 40, 16)
+    assert to_mxfp4(packed) is packed

@@ -17,6 +17,7 @@ from peagle.config import Drafts, EngineConfig
 from peagle.engine.speculation import read_speculation
 from peagle.loading import MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
+from peagle.ops.linear import PackedMatrix
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.run import Run, RunConfig, run
@@ -39,6 +40,14 @@ def answers(demo: Pair, request: pytest.FixtureRequest) -> Run:
     assert isinstance(demo.drafter, kind)
     conversations = read_prompt_file(DEMO_DIRECTORY / "heldout_prompts.jsonl").conversations[:6]
     return run(demo, conversations, RunConfig(engine=EngineConfig(3), max_new_tokens=48))
+
+
+def test_drafters_head_is_rounded_to_mxfp4_in_bfloat16_alone(demo: Pair) -> None:
+    exact = peagle.loading.load(dtype="float32")
+    for pair, rounded in ((demo, True), (exact, False)):
+        assert isinstance(pair.drafter, PEagle)
+        assert isinstance(pair.drafter.params.lm_head, PackedMatrix)
+        assert (pair.drafter.params.lm_head.scales is not None) == rounded
 
 
 def test_it_is_small_and_has_a_card() -> None:

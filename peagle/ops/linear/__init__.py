@@ -1,7 +1,7 @@
 """Multiply by a weight matrix: one op, two layouts of its weights, on one device or several."""
 
 from peagle.ops.linear.api import embed, linear, logits_dtype
-from peagle.ops.linear.packed import PackedMatrix, arrange, arrange_embedding, as_matrix, take_outputs
+from peagle.ops.linear.packed import PackedMatrix, arrange, arrange_embedding, as_matrix, take_outputs, to_mxfp4
 from peagle.ops.linear.split import SplitMatrix, split_outputs
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "logits_dtype",
     "split_outputs",
     "take_outputs",
+    "to_mxfp4",
 ]
