@@ -30,9 +30,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("peagle")
 
-# a suite that was started in the background ignores Ctrl-C, and so would the processes whose Ctrl-C is tested
+# a suite that was started in the background ignores Ctrl-C, with nohup also SIGHUP, and so would the processes that are tested
 if threading.current_thread() is threading.main_thread():  # Ray imports it elsewhere, for a checked class
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
