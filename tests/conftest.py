@@ -30,7 +30,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("peagle")
 
-# a suite that was started in the background ignores Ctrl-C, with nohup also SIGHUP, and so would the processes that are tested
+# a suite in the background ignores Ctrl-C, and with nohup SIGHUP, and so would the processes that are tested
 if threading.current_thread() is threading.main_thread():  # Ray imports it elsewhere, for a checked class
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
