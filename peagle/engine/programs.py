@@ -29,8 +29,6 @@ from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import DrafterWithoutCaches
 
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}  # CUDA graphs only of this many operations: never
-# without MLIR emitters, XLA on CPU compiles programs of many small fusions in half the time
-QUICK = {"xla_cpu_use_fusion_emitters": False}
 Make = TypeVar("Make", bound=Callable[..., Any])
 _traces: collections.Counter[str] = collections.Counter()
 
@@ -66,21 +64,8 @@ class ProgramShape:
 
 def _compiled(function: Callable[..., Any], *donated: int, alone: bool = False) -> Any:
     """Compile a function. Branches are decided on the device. alone: operations are launched one by one."""
-    options = NO_GRAPHS if alone else graphs.options() or _cpu_options()
+    options = NO_GRAPHS if alone else graphs.options()
     return jax.jit(function, donate_argnums=donated, compiler_options=options)
-
-
-@functools.cache
-def _cpu_options() -> dict[str, bool] | None:
-    """Return QUICK if the native kernels do the work, so that programs run as fast, and if this XLA has the option."""
-    if jax.default_backend() != "cpu" or not native.available():
-        return None
-    try:
-        with jax.ensure_compile_time_eval():
-            jax.jit(lambda x: x + 1, compiler_options=QUICK)(0)
-    except jax.errors.JaxRuntimeError:
-        return None
-    return QUICK
 
 
 def _once(make: Make) -> Make:
