@@ -48,7 +48,8 @@ def compare(settings: Parity) -> int:
     )
     display = Display(quiet=settings.quiet)
     display.warn(prompts.warnings)
-    pair = load_pair(target, drafter, settings.load, display)
+    # bfloat16, the default elsewhere, routes some tokens to other experts
+    pair = load_pair(target, drafter, dataclasses.replace(settings.load, dtype=settings.load.dtype or DTYPE), display)
     model = cast(AnyDrafter, pair.drafter)
     with display.stage("decoding", animated=False):
         drafted = draft_texts(pair, conversations, config, raw=config.raw)

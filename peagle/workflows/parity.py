@@ -28,7 +28,7 @@ from peagle.measure.estimates import estimate, ratio
 from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint
 from peagle.ops.errors import InputError
-from peagle.ops.linear import as_matrix
+from peagle.ops.linear import PackedMatrix, as_matrix
 from peagle.ops.norm import rms_norm
 from peagle.pair import Pair
 from peagle.result import decode
@@ -261,6 +261,8 @@ def against_reference(
     """
     k, draft_to_target = config.num_speculative_tokens, model.params.draft_to_target
     tensors = _tensors(checkpoint, pair, model.config)
+    if isinstance(model.params.lm_head, PackedMatrix) and model.params.lm_head.scales is not None:
+        tensors[LM_HEAD] = as_matrix(model.params.lm_head).T  # rounded when it was loaded
     if LM_HEAD not in tensors:
         return None, None
     by_step = ("lengths", "drafts", "num_accepted")

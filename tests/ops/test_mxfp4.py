@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from peagle.ops import mxfp4
-from peagle.ops.linear import to_mxfp4
+from peagle.ops.linear import as_matrix, to_mxfp4
 from peagle.ops.linear.packed import pack_floats, pack_mxfp4, packed_matrix
 from peagle.ops.mxfp4 import BLOCK, CODES, NAN_SCALE, dequantize, dequantize_on_device, quantize
 
@@ -132,6 +132,7 @@ def test_packed_matrix_is_rounded_as_quantize_does(outputs: int) -> None:
     data, scales = pack_mxfp4(*quantize(rows.astype(np.float32)))
     np.testing.assert_array_equal(packed.data, data)
     assert packed.scales is not None
+    np.testing.assert_array_equal(as_matrix(packed).T, dequantize(*quantize(rows.astype(np.float32))))
     filled = outputs % 16 or 16  # the last panel's rows without outputs are zeros, whose scale is any
     np.testing.assert_array_equal(packed.scales[:-1], scales[:-1])
     np.testing.assert_array_equal(packed.scales[-1, :, :filled], scales[-1, :, :filled])

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from peagle.ops.kernels import Implementation
 from peagle.ops.memory import aligned, aligned_copy, as_aligned, to_device
-from peagle.ops.mxfp4 import BLOCK
+from peagle.ops.mxfp4 import BLOCK, dequantize
 
 ROWS = 16
 ROUNDED_AT_ONCE = 256  # panels, for less memory
@@ -84,8 +84,13 @@ def packed_matrix(data: np.ndarray, inputs: int, outputs: int, scales: np.ndarra
 
 
 def unpack_floats(packed: PackedMatrix) -> np.ndarray:
+    """Return the matrix [..., outputs, inputs], in bfloat16 or float32."""
     data = np.asarray(packed.data)
-    if data.dtype == BFLOAT16:
+    if packed.scales is not None:
+        words, scales = (leaf.swapaxes(-1, -2) for leaf in (data, np.asarray(packed.scales)))
+        blocks = np.ascontiguousarray(words).view(np.uint8).reshape(*scales.shape, BLOCK // 2)
+        rows = dequantize(blocks, scales)
+    elif data.dtype == BFLOAT16:
         rows = data.swapaxes(-2, -3).reshape(*data.shape[:-4], -1, ROWS, data.shape[-3] * 2)
     else:
         rows = data.swapaxes(-1, -2)
