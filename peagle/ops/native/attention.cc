@@ -218,10 +218,10 @@ void Weigh(Query& query, int64_t first, int64_t last) {
   for (int i = 0; i < kLanes; ++i) query.total += sums[i];
 }
 
-constexpr int kBlocks = 2;                      // blocks of kLanes columns that are summed in registers together
+constexpr int kBlocks = 2;                       // blocks of kLanes columns that are summed in registers together
 constexpr int kAlike = kManyRegisters ? 4 : 3;  // queries whose sums then fit into registers
 
-// Columns h .. h + 2 kLanes - 1 of a position's value, times its weight; as pairs also the next position's, `next`.
+// sums += columns h .. h + kBlocks * kLanes - 1 of position i's value, times its weight.
 template <bool kHalf, int kQueries>
 PEAGLE_INLINE void AddValue(const float* const (&weights)[kQueries], int64_t i, const void* values, const int64_t* at,
                             int64_t h, Floats (&sums)[kQueries][kBlocks]) {
@@ -232,7 +232,8 @@ PEAGLE_INLINE void AddValue(const float* const (&weights)[kQueries], int64_t i, 
 }
 
 #if defined(__AVX512BF16__)
-// The same for positions i and i + 1. One that the queries do not read, before `begin` or from `end` on, counts as 0.
+// The same for positions i and i + 1, as pairs. A position outside begin .. end - 1, which the queries do not read, counts
+// as 0.
 template <int kQueries>
 PEAGLE_INLINE void AddPairOfValues(const float* const (&weights)[kQueries], int64_t i, int64_t begin, int64_t end,
                                    const void* values, const int64_t* at, int64_t h, Floats (&sums)[kQueries][kBlocks]) {
@@ -248,7 +249,8 @@ PEAGLE_INLINE void AddPairOfValues(const float* const (&weights)[kQueries], int6
   const __m512i first = load(i), second = load(i + 1);
   for (int b = 0; b < kBlocks; ++b) {
     const __m512i both = _mm512_permutex2var_epi16(first, _mm512_load_si512(kTurns.data() + 32 * b), second);
-    for (int q = 0; q < kQueries; ++q) sums[q][b] = AddPairs(reinterpret_cast<Floats>(both), Repeat(weights[q] + i / 2), sums[q][b]);
+    for (int q = 0; q < kQueries; ++q)
+      sums[q][b] = AddPairs(reinterpret_cast<Floats>(both), Repeat(weights[q] + i / 2), sums[q][b]);
   }
 }
 #endif

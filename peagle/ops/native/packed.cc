@@ -43,24 +43,39 @@ PEAGLE_INLINE void AddOuter(const Floats (&weights)[R], const float* const* x, i
   }
 }
 
-// Prefetches weights: `distance` bytes ahead in each of the panels of R columns that are read side by side, and near a
-// panel's end the beginning of the next group. Processors prefetch by themselves, but not for several panels at once. A
-// prefetch past the end is harmless.
+// Reads the weights of R columns side by side, and prefetches: `distance` bytes ahead in their panels, and near a panel's end
+// the beginning of the next group. Processors prefetch by themselves, but not for several panels at once. A prefetch past
+// the end is harmless.
 constexpr int64_t kAheadDense = 8192, kAheadMxfp4 = 2048;  // bytes; four-bit weights last longer (tuned on Zen 5)
-[[maybe_unused]] constexpr int64_t kAheadPairs = 512;        // of dense weights by pairs (tuned on Zen 4)
+[[maybe_unused]] constexpr int64_t kAheadPairs = 512;      // of dense weights by pairs (tuned on Zen 4)
 
 template <int R>
-class Ahead {
+class Reader {
  public:
-  Ahead(int64_t panel, int64_t distance)
-      : near_(std::min(distance, panel)), far_(near_ + (R - 1) / kColumns * panel), turn_(panel - near_) {}
+  Reader(const char* panels, int64_t panel, int64_t distance)
+      : panels_(panels),
+        panel_(panel),
+        near_(std::min(distance, panel)),
+        far_(near_ + (R - 1) / kColumns * panel),
+        turn_(panel - near_) {}
 
-  PEAGLE_INLINE void Fetch(int r, const char* weights, int64_t position) const {
-    if (r % kColumns == 0) __builtin_prefetch(weights + (position < turn_ ? near_ : far_));
+  PEAGLE_INLINE const char* Place(int r, int64_t offset) const { return panels_ + At(r, panel_, 4) + offset; }
+
+  PEAGLE_INLINE void Fetch(int r, int64_t offset) const {
+    if (r % kColumns == 0) __builtin_prefetch(Place(r, offset) + (offset < turn_ ? near_ : far_));
+  }
+
+  template <class Vector>
+  PEAGLE_INLINE void Read(int64_t offset, Vector (&weights)[R]) const {
+    for (int r = 0; r < R; ++r) {
+      weights[r] = Load<Vector>(Place(r, offset));
+      Fetch(r, offset);
+    }
   }
 
  private:
-  int64_t near_, far_, turn_;
+  const char* panels_;
+  int64_t panel_, near_, far_, turn_;
 };
 
 // The number of rows in the first group, and of columns for a group of rows. The sum of a row is one chain of additions. A
@@ -77,15 +92,10 @@ struct Float32 : Dense {
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const float* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
-    const int64_t panel = PanelBytes(inputs);
-    const Ahead<R> ahead(panel, kAheadDense);
+    const Reader<R> reader(panels, PanelBytes(inputs), kAheadDense);
     for (int64_t k = 0; k < inputs; ++k) {
       Floats weights[R];
-      for (int r = 0; r < R; ++r) {
-        const char* at = panels + At(r, panel, 4) + k * 64;
-        weights[r] = Load<Floats>(at);
-        ahead.Fetch(r, at, k * 64);
-      }
+      reader.Read(k * 64, weights);
       AddOuter<T, R>(weights, x, k, sums);
     }
   }
@@ -97,24 +107,22 @@ struct Bfloat16 : Dense {
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const float* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
-    const int64_t panel = PanelBytes(inputs);
-    const Ahead<R> ahead(panel, kAheadDense);
+    const Reader<R> reader(panels, PanelBytes(inputs), kAheadDense);
+    const auto both = [&](int r, int64_t pair) { return Load<Words>(reader.Place(r, pair * 64)); };
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
       // one input of the pair after the other: the registers beside the sums hold no more
-      const auto both = [&](int r) { return panels + At(r, panel, 4) + pair * 64; };
       Floats weights[R];
       for (int r = 0; r < R; ++r) {
-        ahead.Fetch(r, both(r), pair * 64);
-        weights[r] = reinterpret_cast<Floats>(Load<Words>(both(r)) << 16);
+        reader.Fetch(r, pair * 64);
+        weights[r] = reinterpret_cast<Floats>(both(r, pair) << 16);
       }
       AddOuter<T, R>(weights, x, 2 * pair, sums);
-      for (int r = 0; r < R; ++r) weights[r] = reinterpret_cast<Floats>(Load<Words>(both(r)) & 0xffff0000u);
+      for (int r = 0; r < R; ++r) weights[r] = reinterpret_cast<Floats>(both(r, pair) & 0xffff0000u);
       AddOuter<T, R>(weights, x, 2 * pair + 1, sums);
     }
     if (inputs % 2) {
       Floats last[R];
-      for (int r = 0; r < R; ++r)
-        last[r] = reinterpret_cast<Floats>(Load<Words>(panels + At(r, panel, 4) + inputs / 2 * 64) << 16);
+      for (int r = 0; r < R; ++r) last[r] = reinterpret_cast<Floats>(both(r, inputs / 2) << 16);
       AddOuter<T, R>(last, x, inputs - 1, sums);
     }
   }
@@ -149,8 +157,8 @@ struct Mxfp4Digits : Mxfp4 {
     const __m512i values = _mm512_broadcast_i32x4(
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));  // 2 * e2m1 + kCodeOffset
     const __m512i low = _mm512_set1_epi8(15);
-    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
-    const Ahead<R> ahead(panel, kAheadMxfp4);
+    const int64_t blocks = inputs / 32;
+    const Reader<R> reader(panels, PanelBytes(inputs), kAheadMxfp4);
     for (int64_t block = 0; block < blocks; ++block) {
       __m512i part[R][T][n];
       for (int t = 0; t < T; ++t)
@@ -158,13 +166,11 @@ struct Mxfp4Digits : Mxfp4 {
           for (int r = 0; r < R; ++r) part[r][t][i] = _mm512_set1_epi32(x[t][block].offset[i]);
 #pragma GCC unroll 4
       for (int64_t word = 0; word < 4; ++word) {
-        __m512i even[R], odd[R];
+        __m512i codes[R], even[R], odd[R];
+        reader.Read((4 * block + word) * 64, codes);
         for (int r = 0; r < R; ++r) {
-          const int64_t at = (4 * block + word) * 64;
-          const __m512i codes = _mm512_loadu_si512(panels + r * panel + at);
-          ahead.Fetch(r, panels + r * panel + at, at);
-          even[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(codes, low));
-          odd[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
+          even[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(codes[r], low));
+          odd[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(codes[r], 4), low));
         }
         for (int t = 0; t < T; ++t)
           for (int i = 0; i < n; ++i) {
@@ -200,17 +206,16 @@ struct Mxfp4Digits : Mxfp4 {
     const __m256i values = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));  // 2 * e2m1 + kCodeOffset
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
-    const Ahead<R> ahead(panel, kAheadMxfp4);
+    const int64_t blocks = inputs / 32;
+    const Reader<R> reader(panels, PanelBytes(inputs), kAheadMxfp4);
     for (int64_t block = 0; block < blocks; ++block) {
       __m256i codes[8];
 #pragma GCC unroll 4
       for (int64_t word = 0; word < 4; ++word) {
-        const int64_t at = (4 * block + word) * 64;
-        const __m256i both = Load<__m256i>(panels + at);
-        ahead.Fetch(0, panels + at, at);
-        codes[2 * word] = _mm256_shuffle_epi8(values, _mm256_and_si256(both, low));
-        codes[2 * word + 1] = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+        __m256i both[1];
+        reader.Read((4 * block + word) * 64, both);
+        codes[2 * word] = _mm256_shuffle_epi8(values, _mm256_and_si256(both[0], low));
+        codes[2 * word + 1] = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(both[0], 4), low));
       }
       const Floats power = Power(scales + block * kPanelRows);
       for (int t = 0; t < T; ++t) {
@@ -249,17 +254,13 @@ struct Mxfp4Floats : Mxfp4 {
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const float* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
-    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
-    const Ahead<R> ahead(panel, kAheadMxfp4);
+    const int64_t blocks = inputs / 32;
+    const Reader<R> reader(panels, PanelBytes(inputs), kAheadMxfp4);
     for (int64_t block = 0; block < blocks; ++block) {
       Floats part[R][T] = {};
       for (int64_t word = 4 * block; word < 4 * block + 4; ++word) {
         Words nibbles[R];
-        for (int r = 0; r < R; ++r) {
-          const char* at = panels + At(r, panel, 4) + word * 64;
-          nibbles[r] = Load<Words>(at);
-          ahead.Fetch(r, at, word * 64);
-        }
+        reader.Read(word * 64, nibbles);
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
           Floats weights[R];
@@ -300,15 +301,10 @@ struct Bfloat16Pairs : Bfloat16 {
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const uint32_t* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
-    const int64_t panel = PanelBytes(inputs);
-    const Ahead<R> ahead(panel, kAheadPairs);
+    const Reader<R> reader(panels, PanelBytes(inputs), kAheadPairs);
     for (int64_t pair = 0; pair < (inputs + 1) / 2; ++pair) {
       Floats weights[R];
-      for (int r = 0; r < R; ++r) {
-        const char* at = panels + r * panel + pair * 64;
-        weights[r] = Load<Floats>(at);
-        ahead.Fetch(r, at, pair * 64);
-      }
+      reader.Read(pair * 64, weights);
       for (int t = 0; t < T; ++t)
         for (int r = 0; r < R; ++r) sums[r][t] = AddPairs(weights[r], Repeat(x[t] + pair), sums[r][t]);
     }
@@ -328,17 +324,13 @@ struct Mxfp4Pairs : Mxfp4 {
                                                         0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
     // e2m1 as bfloat16; twice, because the lookup reads five bits
     const __m512i values = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kCodes)));
-    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
-    const Ahead<R> ahead(panel, kAheadMxfp4);
+    const int64_t blocks = inputs / 32;
+    const Reader<R> reader(panels, PanelBytes(inputs), kAheadMxfp4);
     for (int64_t block = 0; block < blocks; ++block) {
       Floats part[R][T] = {};
       for (int64_t word = 4 * block; word < 4 * block + 4; ++word) {
         __m512i codes[R];
-        for (int r = 0; r < R; ++r) {
-          const char* at = panels + r * panel + word * 64;
-          codes[r] = _mm512_loadu_si512(at);
-          ahead.Fetch(r, at, word * 64);
-        }
+        reader.Read(word * 64, codes);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
           Floats weights[R];
