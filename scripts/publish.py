@@ -83,13 +83,14 @@ def _sweep(run: Path) -> dict[str, bytes]:
     record |= {"by_concurrency": at_once} if at_once else {}
     texts = {"README.md": reports.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
     return {
-        name: _without_places(text, folder.plan).encode() for name, text in (texts | reports.pictures(blocks)).items()
+        name: _without_places(text, folder.plan, run).encode()
+        for name, text in (texts | reports.pictures(blocks)).items()
     }
 
 
-def _without_places(text: str, plan: Plan) -> str:
-    """Shorten the whole paths of models and files, which are those of one machine."""
-    files = [*plan.draft_vocabs, *(source.file for source in plan.sources)]
+def _without_places(text: str, plan: Plan, run: Path) -> str:
+    """Shorten the whole paths of models, files and the run, which are those of one machine."""
+    files = [*plan.draft_vocabs, *(source.file for source in plan.sources), str(run.absolute())]
     names = dict.fromkeys(name for name in (plan.target, *plan.drafters, *files) if name and Path(name).is_absolute())
     short = dict(zip(names, short_names(list(names)), strict=True))
     for name in sorted(names, key=len, reverse=True):

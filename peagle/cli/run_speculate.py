@@ -137,7 +137,7 @@ def _output_files(settings: Decode) -> tuple[OutputFile | None, OutputFile | Non
 
 
 def _grammar(settings: Decode) -> Grammar | None:
-    """Return the grammar of the responses. Raises InputError for an unreadable file, and for two grammars."""
+    """Return the grammar of the answers. Raises InputError for an unreadable file, and for two grammars."""
     path, regex = settings.json_schema, settings.regex
     if path is not None and regex is not None:
         raise InputError("--json-schema and --regex are given; expected one of them")

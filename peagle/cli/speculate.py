@@ -18,7 +18,7 @@ from peagle.config import (
 from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
-CONTEXT = "Context length in tokens: prompt plus response. Default: what the prompt and -n need."
+CONTEXT = "Context length in tokens: prompt plus answer. Default: what the prompt and -n need."
 PLAIN = EngineConfig(num_speculative_tokens=0)
 # fields that plain decoding does not take
 ENGINE_FIELDS = ("num_speculative_tokens", "synthetic_acceptance")
@@ -52,9 +52,9 @@ class Decode:
     sampling: SamplingParams = SamplingParams()
     answer: Annotated[AnswerConfig, Takes(without=("logprobs",))] = AnswerConfig()
     json_schema: Annotated[Path | None, Flag(SAMPLING, "FILE")] = None
-    """Constrain the response, or its final message, to JSON that follows this schema."""
+    """Constrain the answer, or its final message, to JSON that follows this schema."""
     regex: Annotated[str | None, Flag(SAMPLING, "REGEX")] = None
-    """Constrain the response, or its final message, to match this regular expression in full."""
+    """Constrain the answer, or its final message, to match this regular expression in full."""
     json: Annotated[str | None, JSON] = None
     trace: Annotated[str | None, Flag(OUTPUT, "FILE")] = None
     """Write a JSON line per step: the drafts, how many were accepted, the next token."""
@@ -75,7 +75,7 @@ class Decode:
 class Speculate(Decode):
     """Generate with speculative decoding and report the speed-up.
 
-    Streams the response, then decodes the prompt again with and without drafts
+    Streams the answer, then decodes the prompt again with and without drafts
     to compare speed and tokens. A terminal shows accepted drafts in colour, by
     their position in the step.
 

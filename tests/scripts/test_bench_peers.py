@@ -15,7 +15,6 @@ from peagle.measure.reports import markdown
 from peagle.ops.errors import InputError
 from peagle.workflows.random_checkpoint import (
     SIZES,
-    geometry,
     write_random_checkpoint,
     write_random_drafter,
 )
@@ -25,17 +24,7 @@ from scripts.peers.bystanders import Bystanders
 from scripts.runs import Progress, rotated
 from scripts.scenarios import peers as scenario
 from target.load import inspect_target
-
-GEOMETRY = geometry(
-    hidden=96, layers=3, heads=(6, 2), head_dim=16, vocab=89, experts=(5, 2), expert_width=64, window=24
-)
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["mxfp4", "unquantised"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint") / "small"
-    write_random_checkpoint(directory, GEOMETRY, mxfp4=request.param, seed=1)
-    return directory
+from tests.scripts.conftest import GEOMETRY
 
 
 def test_bytes_are_those_of_the_published_model() -> None:

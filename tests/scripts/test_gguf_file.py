@@ -10,20 +10,10 @@ import pytest
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
-from peagle.workflows.random_checkpoint import geometry, random_tensors, write_random_checkpoint
+from peagle.workflows.random_checkpoint import random_tensors
 from scripts.peers import gguf_file
 from target.load import inspect_target, write_target
-
-GEOMETRY = geometry(
-    hidden=96, layers=3, heads=(6, 2), head_dim=16, vocab=89, experts=(5, 2), expert_width=64, window=24
-)
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["mxfp4", "unquantised"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint") / "small"
-    write_random_checkpoint(directory, GEOMETRY, mxfp4=request.param, seed=1)
-    return directory
+from tests.scripts.conftest import GEOMETRY
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """What is committed of a run: a page, its record and two pictures, all small."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ def test_results_are_light() -> None:
         for name in names:
             most = MAX_BYTES.get(name) or MAX_BYTES[Path(name).suffix]
             assert (folder / name).stat().st_size <= most, folder / name
-        page = (folder / "README.md").read_text(encoding="utf-8")
+        page, record = ((folder / name).read_text(encoding="utf-8") for name in ("README.md", "run.json"))
+        assert not re.search(r"--out\W+/", page + record), "a place on one machine"
         assert all(f"]({name})" in page for name in pictures)
 
 
