@@ -9,7 +9,7 @@ never read, so rejected drafts need no rollback. Draft i predicts token[first_po
 from widths[b] on. A sequence of negative first_position is inactive: it writes nothing; ignore its drafts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import flax.struct
@@ -22,8 +22,8 @@ from drafter.config import DrafterConfig, Kind
 from drafter.params import DrafterParams
 from peagle.ops.attention import (
     MASKED,
-    Attend,
     CacheGroup,
+    PagedAttention,
     PagedCache,
     Pages,
     attend_paged,
@@ -123,13 +123,13 @@ class _Cached:
 
         Returns (residual stream of the output rows, by default of all; the cache).
         """
-        attend, written = self._attend(cache, positions)
+        attend = self._attend(cache, positions)
         x = model.run_layers(self.params, self.config, token_ids, hidden, positions, attend, output_rows)
-        return x, written()
+        return x, attend.cache
 
     def _attend(
         self, cache: PagedCache, positions: Int[Array, "B T"], until: Int[Array, "B T"] | None = None
-    ) -> tuple[Attend, Callable[[], PagedCache]]:
+    ) -> PagedAttention:
         return attend_paged(
             cache,
             self.cache_groups,
@@ -228,12 +228,12 @@ class DFlash(_OnePass):
         """Write context rows to the cache. Rows of negative position are inactive: they are not written."""
         params, config = self.params, self.config
         context = dflash.project_context(params, config, aux_hidden.astype(params.dtype), positions)
-        attend, written = self._attend(state, positions, until=jnp.full_like(positions, -1))
+        attend = self._attend(state, positions, until=jnp.full_like(positions, -1))
         cos, sin = rope_tables(config.rope, positions, params.dtype, implementation=params.implementation)
         for layer, p in enumerate(params.layers):
             qkv = linear(context, p.qkv, p.qkv_bias, positions=positions, implementation=params.implementation)
             attend(layer, model.norm_heads(qkv, p, config), cos, sin)
-        return written()
+        return attend.cache
 
     def propose(
         self,
@@ -256,7 +256,7 @@ class DFlash(_OnePass):
         aux_hidden, before = drafter_input.aux_hidden.astype(params.dtype), rows.positions[:, :num_context]
         context = dflash.project_context(params, config, aux_hidden, before)
         positions = rows.positions[:, num_context:]
-        attend, written = self._attend(state, rows.positions, until=rows.until)
+        attend = self._attend(state, rows.positions, until=rows.until)
         cos, sin = rope_tables(config.rope, rows.positions, params.dtype, implementation=by)
         x = embed(params.embedding, rows.token_ids, params.dtype)
         for layer, p in enumerate(params.layers):
@@ -269,7 +269,7 @@ class DFlash(_OnePass):
                 positions = jnp.where(drafted, positions[:, 1 : num_drafts + 1], -1)
             x = linear(out, p.out, p.out_bias, residual=x, positions=positions, implementation=by)
             x = model.feed_forward(p, x, config.rms_norm_eps, positions, by)
-        return self._chosen(model.head(params, config, x, positions), choose), written()
+        return self._chosen(model.head(params, config, x, positions), choose), attend.cache
 
 
 AnyDrafter: TypeAlias = PEagle | Eagle3 | DFlash

@@ -27,7 +27,6 @@ from peagle.ops.flag import (
     check_type,
     layers_reader,
 )
-from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.sizes import PrefixCacheSize, parse_size
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or unsigned, as OpenAI and vLLM take them
@@ -102,6 +101,17 @@ def read_rates(typed: str) -> tuple[float, ...]:
     except ValueError:
         message = f"synthetic acceptance is {typed!r}; expected rates with commas between, or one"
         raise InputError(message, "synthetic_acceptance") from None
+
+
+def read_prefill_chunk(typed: str) -> int | Literal["all"]:
+    """Read a number of tokens, or all. Raises InputError for anything else."""
+    if typed == "all":
+        return "all"
+    try:
+        return int(typed)
+    except ValueError:
+        message = f"prefill_chunk is {typed!r}; expected a number of tokens, or all, for a whole prompt"
+        raise InputError(message, "prefill_chunk") from None
 
 
 def read_kv_memory(typed: str) -> int | None:
@@ -352,6 +362,10 @@ class LoadConfig:
     retain_full_kv: Annotated[bool, Flag(ENGINE)] = False
     """Keep all positions in sliding-window layers. It takes more memory, but a prompt can reuse any part of a cached
     prefix."""
+    query_blocks: Annotated[int, Flag(ENGINE, "N")] = 1
+    """Compute a prompt pass's attention in N blocks of rows, of 32 or more: less memory, more passes over weights."""
+    ffn_blocks: Annotated[int, Flag(ENGINE, "M")] = 1
+    """Compute a prompt pass's experts in M blocks of rows, of 32 or more: less memory, but each block reads them."""
     dtype: Annotated[DtypeName | None, Flag(MACHINE, "DTYPE")] = None
     """Compute in float32 or bfloat16. Default: bfloat16; on a CPU float32 without the native kernels, or for a target
     that is not stored in bfloat16."""
@@ -371,6 +385,9 @@ class LoadConfig:
     """This process's rank. Rank 0 runs the command; the others work for it."""
     num_processes: Annotated[int | None, Flag(MACHINE, "N")] = None
     """Number of processes, 2 or more."""
+
+    def __post_init__(self) -> None:
+        check_least(self, query_blocks=1, ffn_blocks=1)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -393,18 +410,9 @@ class EngineConfig:
     context: Annotated[int | None, Flag(ENGINE, "N")] = None
     """Context length in tokens: the most of one request, prompt plus answer. Default: the model's limit, or what the
     memory holds if that is less."""
-    prefill_chunk: Annotated[int | None, Flag(ENGINE, "N")] = None
-    """Prompt tokens per prefill pass. More: a prompt is prefilled sooner; fewer: other requests wait less. Default:
-    128, on a GPU 2048."""
-    prefill: Annotated[Literal["chunked", "blocked"], Flag(ENGINE, "MODE")] = "chunked"
-    """chunked: alternate chunks with decoding steps; blocked: the whole prompt in one pass. Both start after a cached
-    prefix, and the tokens are the same."""
-    query_blocks: Annotated[int | None, Flag(ENGINE, "N")] = None
-    """With --prefill blocked: split attention over the prompt into N blocks of rows; more blocks take less memory.
-    Default: blocks of 128 rows."""
-    ffn_blocks: Annotated[int | None, Flag(ENGINE, "M")] = None
-    """With --prefill blocked: split the expert layers into M blocks of rows; more blocks take less memory and read each
-    expert more often. Default: blocks of at most 2048 rows."""
+    prefill_chunk: Annotated[int | Literal["all"] | None, Flag(ENGINE, "N|all", read=read_prefill_chunk)] = None
+    """Prompt tokens per prefill pass; all: the whole prompt. More: a prompt is prefilled sooner; fewer: other requests
+    wait less, and a pass takes less memory. Default: 128, on a GPU 2048."""
     kv_memory: Annotated[int | None, Flag(ENGINE, "SIZE|auto", read=read_kv_memory, default="auto")] = None
     """Memory for the keys and values of all requests together, such as 4GB; requests that need more wait. auto: room
     for the context of every slot, at most 8192 positions per slot."""
@@ -424,7 +432,7 @@ class EngineConfig:
         Drafts.parse(self.num_speculative_tokens)
         for name, least, unit in (("slots", 1, ""), ("prefill_chunk", 1, " tokens")):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if isinstance(value, int) and value < least:
                 raise InputError(f"{name} is {value}{unit}; expected {least} or more", name)
         if self.slots > MOST_SLOTS:
             raise InputError(f"slots is {self.slots}; expected 1 to {MOST_SLOTS}", "slots")
@@ -432,23 +440,9 @@ class EngineConfig:
             raise InputError(f"kv_memory is {self.kv_memory} bytes; expected more than 0", "kv_memory")
         if isinstance(self.prefix_cache, int) and self.prefix_cache < 0:
             raise InputError(f"prefix_cache is {self.prefix_cache} bytes; expected 0 or more", "prefix_cache")
-        for name in ("query_blocks", "ffn_blocks"):
-            if self.prefill != "blocked" and getattr(self, name) is not None:
-                message = f"{name} is given, but prompts are prefilled in chunks; give --prefill blocked, too"
-                raise InputError(message, name)
         self._check_together()
 
     def _check_together(self) -> None:
         """Check fields against each other; `ResolvedConfig` replaces these checks."""
-        if self.prefill == "blocked" and self.prefill_chunk is not None:
-            raise InputError(
-                "prefill is blocked, of a whole prompt at once, and --prefill-chunk is given; leave out one of them",
-                "prefill",
-            )
         k, rates = self.num_speculative_tokens, self.synthetic_acceptance
         check_rates(rates, k if isinstance(k, int) and rates is not None and len(rates) > 1 else 0)
-
-    @property
-    def blocked(self) -> BlockedPrefill | None:
-        """The blocks of a prompt that is prefilled in one pass; None: chunks."""
-        return BlockedPrefill(self.query_blocks, self.ffn_blocks) if self.prefill == "blocked" else None

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,8 @@ def load(
     mesh: str | None = None,
     reduce: Reduction = "ordered",
     retain_full_kv: bool = False,
+    query_blocks: int = 1,
+    ffn_blocks: int = 1,
     progress: Callable[[int, int], None] | None = None,
     coordinator: Coordinator | None = None,
 ) -> Pair:
@@ -84,6 +86,9 @@ def load(
                          slots of an engine (`Pair.replicas`)
         reduce           sum over devices "ordered", in rank order, or by "psum", an all-reduce
         retain_full_kv   windowed layers keep all positions, so that a prompt reuses any cached prefix
+        query_blocks, ffn_blocks
+                         blocks of rows in which a pass over a prompt computes attention and experts; more take less
+                         memory
         progress         called with (bytes of the target read, total bytes) during the load
         coordinator      sends to the other processes of a mesh (peagle.workflows.worker)
 
@@ -107,13 +112,14 @@ def load(
 
     _refuse_too_large(target_directory, drafter_directory, dtype, experts, implementation, shape or MeshShape())
     options: Any = {"dtype": jnp.dtype(dtype), "experts": experts, "implementation": implementation}
+    settings: Any = {"retain_full_kv": retain_full_kv, "query_blocks": query_blocks, "ffn_blocks": ffn_blocks}
     plain: Target
     if shape is None:
         loaded = load_target(target_directory, **options, progress=progress)
-        plain = GptOss(loaded.params, loaded.config, retain_full_kv=retain_full_kv)
+        plain = GptOss(loaded.params, loaded.config, **settings)
     else:
         in_order = reduce == "ordered"
-        options |= {"in_order": in_order, "retain_full_kv": retain_full_kv, "progress": progress}
+        options |= {"in_order": in_order, "settings": settings, "progress": progress}
         plain, loaded = load_over(target_directory, shape, **options)
     if not loaded.stop_token_ids:
         warnings.warn(f"{target_directory}: {NO_STOP_TOKEN}", InputWarning, stacklevel=2)
@@ -162,14 +168,15 @@ def load_over(
     *,
     in_order: bool = True,
     aux_layer_ids: Sequence[int] = (),
-    retain_full_kv: bool = False,
+    settings: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> tuple[Sharded, "LoadedTarget"]:
     """Load a target over the devices of a mesh: several ranks at once, each reads its own bytes (`parallel.shard`).
 
     With dp, over the devices of the first replica. options: those of target.load.load_target, whose bound on memory
-    holds for all ranks together. in_order: sum in rank order (peagle.ops.collectives.Ranks).
+    holds for all ranks together. in_order: sum in rank order (peagle.ops.collectives.Ranks). settings: further fields
+    of GptOss.
 
     Returns the target, and the loaded ranks with their parameters side by side. Raises InputError, before any weights
     are read, for a model that cannot be sharded so, or too few devices.
@@ -200,7 +207,7 @@ def load_over(
         part = load_target(directory, rank=Rank(rank, shape.tp, shape.ep), progress=watch, **options)
         loaded.append({name: value for name, value in vars(part).items() if name != "params"})
         ranks = Ranks(AXIS, shape.ranks, shape.ep, in_order)
-        return GptOss(part.params, part.config, tuple(aux_layer_ids), retain_full_kv, ranks)
+        return GptOss(part.params, part.config, tuple(aux_layer_ids), ranks=ranks, **(settings or {}))
 
     parts = shard(of_rank, mesh)
     kv_copies = max(shape.ranks // config.num_kv_heads, 1)

@@ -159,7 +159,8 @@ class Pair:
     def resolve(self, config: EngineConfig, **options: Any) -> ResolvedConfig:
         """Resolve every default of a config. options: fields of ResolvedConfig that replace the config's.
 
-        K None, "auto" or "auto:N": `drafts`. context None: `default_context`. prefill_chunk None: the pair's.
+        K None, "auto" or "auto:N": `drafts`. context None: `default_context`. prefill_chunk None: the pair's;
+        "all": the context.
         prefix_cache None: off; "on": up to a tenth of the free memory; with kv_memory no extra memory, and prefixes
         stay until requests need theirs. One rate of synthetic acceptance: its powers.
         """
@@ -169,13 +170,14 @@ class Pair:
         context, chunk, prefix_cache = values["context"], values["prefill_chunk"], values["prefix_cache"]
         if context is None:
             context = self.default_context(k, values["slots"], values["kv_memory"])
+        most = max(context, 1)
         rates = values["synthetic_acceptance"]
         if rates is not None and len(rates) == 1:
             rates = tuple(rates[0] ** (i + 1) for i in range(k))
         values |= {
             "num_speculative_tokens": k,
             "context": context,
-            "prefill_chunk": min(self.prefill_chunk if chunk is None else chunk, max(context, 1)),
+            "prefill_chunk": most if chunk == "all" else min(self.prefill_chunk if chunk is None else chunk, most),
             "prefix_cache": prefix_cache if isinstance(prefix_cache, int) else 0,
             "synthetic_acceptance": rates,
             "steps_per_dispatch": self.steps_per_dispatch,

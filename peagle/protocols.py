@@ -29,7 +29,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.attention import CacheGroup, PagedCache, Pages
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, VerifyOutput, likeliest_of
-from peagle.ops.row_blocks import RowBlocks
 
 PyTree: TypeAlias = Any
 
@@ -96,26 +95,6 @@ class OverDevices(Protocol):
     @property
     def kv_copies(self) -> int:
         """Adjacent copies of each kv head in the caches: more than one if there are more ranks than heads."""
-        ...
-
-
-@runtime_checkable
-class PrefillsAtOnce(Protocol):
-    """A target that takes a whole prompt in one pass."""
-
-    def prefill(
-        self,
-        token_ids: Int[Array, "1 T"],
-        positions: Int[Array, "1 T"],
-        cache: PagedCache,
-        logit_rows: Int[Array, "1 L"],
-        blocks: RowBlocks,
-        writes: Bool[Array, "1 T"] | None = None,
-    ) -> tuple[VerifyOutput, PagedCache]:
-        """Do what `extend` does, layer by layer, each over the rows in blocks. Active rows come first.
-
-        The sizes of the blocks divide T. A windowed cache has room for a write of `blocks.query_rows`.
-        """
         ...
 
 

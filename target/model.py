@@ -1,14 +1,12 @@
-"""Run GPT-OSS: one stack of layers, three passes over it.
+"""Run GPT-OSS: one stack of layers, two passes over it.
 
-    forward          without a cache: a batch of whole sequences at once (training, references)
-    GptOss.extend    with a cache: T rows per sequence, such as a chunk of a prompt, or the pending token and its drafts
-    GptOss.prefill   with a cache: a whole prompt, each layer in blocks of rows. Its results equal `extend` over chunks
+    forward         without a cache: a batch of whole sequences at once (training, references)
+    GptOss.extend   with a cache: T rows per sequence, such as a chunk of a prompt, or the pending token and its drafts
 
 Every pass also returns aux_hidden, the outputs of the aux layers, which the drafter reads.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import flax.struct
 import jax
@@ -20,8 +18,8 @@ from peagle.ops.attention import (
     Attend,
     AttendHeads,
     CacheGroup,
+    PagedAttention,
     PagedCache,
-    PagedRows,
     Pages,
     after_rope,
     attend_paged,
@@ -29,8 +27,6 @@ from peagle.ops.attention import (
     group_layers,
     init_pools,
     own_tables,
-    paged_attention,
-    rows_by_layer,
 )
 from peagle.ops.collectives import Ranks
 from peagle.ops.expert_matmul import expert_block
@@ -39,12 +35,11 @@ from peagle.ops.mask import causal_mask
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.norm import Norm
 from peagle.ops.rope import rope_tables
-from peagle.ops.row_blocks import RowBlocks
+from peagle.ops.row_blocks import in_row_blocks
 from target.config import TargetConfig
 from target.params import TargetParams
 
 CHECKED_TOGETHER = 32  # tokens per pass of `GptOss.finite`
-T = TypeVar("T")
 # (a function of a model and arrays, the arrays) -> its result
 Run = Callable[[Callable[..., jax.Array], np.ndarray], jax.Array]
 
@@ -100,7 +95,8 @@ class GptOss:
     """The engine's view of a model (peagle.protocols.Target): parameters with their static settings.
 
     ranks: params, config and caches are this rank's part (target.shard), and every rank gets the whole result; None:
-    the whole model, on one device.
+    the whole model, on one device. query_blocks, ffn_blocks: blocks of rows in which `extend` computes the two halves
+    of a layer, attention and experts (`in_row_blocks`); more take less memory.
     """
 
     params: TargetParams
@@ -108,6 +104,8 @@ class GptOss:
     aux_layer_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     retain_full_kv: bool = flax.struct.field(pytree_node=False, default=False)
     ranks: Ranks | None = flax.struct.field(pytree_node=False, default=None)
+    query_blocks: int = flax.struct.field(pytree_node=False, default=1)
+    ffn_blocks: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
     def vocab_size(self) -> int:
@@ -146,7 +144,7 @@ class GptOss:
         The positions of a sequence's active rows are consecutive. The caller's `length` decides how many of the written
         rows count: moving it back is the rollback.
         """
-        attend, written = attend_paged(
+        attend = attend_paged(
             cache,
             self.cache_groups,
             _windows(self.config),
@@ -159,76 +157,7 @@ class GptOss:
         x, aux_hidden = self._run_layers(token_ids, positions, attend)
         logits = self._logits(x, positions, logit_rows)
         logits = logits if self.ranks is None else self.ranks.gather(logits, self.config.vocab_size)
-        return VerifyOutput(logits, aux_hidden), written()
-
-    def prefill(
-        self,
-        token_ids: Int[Array, "1 T"],
-        positions: Int[Array, "1 T"],
-        cache: PagedCache,
-        logit_rows: Int[Array, "1 L"],
-        blocks: RowBlocks,
-        writes: Bool[Array, "1 T"] | None = None,
-    ) -> tuple[VerifyOutput, PagedCache]:
-        """Run a whole prompt layer by layer, and each layer's two halves in blocks of rows.
-
-        Equals `extend` in chunks of `blocks.query_rows`, except that experts see more rows at once. Active rows come
-        first; blocks without any take no time. The table of a windowed group may repeat its pages: it needs those that
-        the window of a block's queries reaches.
-        """
-        x, cos, sin = self._embedded(token_ids, positions)
-        aux_hidden = jnp.zeros((*token_ids.shape, len(self.aux_layer_ids) * self.config.hidden_size), x.dtype)
-        pages = list(cache.pages)
-        rows = rows_by_layer(self.cache_groups, _windows(self.config), cache, positions, writes)
-        for index in range(self.config.num_layers):
-            x, pages[index] = self._attention_by_blocks(
-                index, x, positions, cos, sin, pages[index], rows[index], blocks.query_rows
-            )
-            x = self._experts_by_blocks(index, x, positions, blocks.expert_rows)
-            if index in self.aux_layer_ids:
-                place = self.aux_layer_ids.index(index) * self.config.hidden_size
-                aux_hidden = jax.lax.dynamic_update_slice_in_dim(aux_hidden, x, place, axis=2)
-        logits = self._logits(x, positions, logit_rows)
-        return VerifyOutput(logits, aux_hidden), PagedCache(tuple(pages), cache.tables)
-
-    def _attention_by_blocks(
-        self,
-        index: int,
-        x: jax.Array,
-        positions: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
-        pages: Pages,
-        rows: PagedRows,
-        size: int,
-    ) -> tuple[jax.Array, Pages]:
-        sinks, num_heads = self.params.layers[index].attention.sinks, self.config.num_heads
-
-        def one(block: jax.Array, carry: tuple[jax.Array, Pages]) -> tuple[jax.Array, Pages]:
-            x, pages = carry
-            part, at, of_cos, of_sin, write, first, last = (
-                _rows(leaf, block, size) for leaf in (x, positions, cos, sin, rows.write, rows.first, rows.last)
-            )
-            block_rows = rows.replace(write=write, first=first, last=last)  # type: ignore[attr-defined]
-
-            def attend(_: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-                nonlocal pages
-                out, pages = paged_attention(
-                    qkv, cos, sin, pages, block_rows, num_heads, sinks, implementation=self.params.implementation
-                )
-                return out
-
-            part = self._attention_half(index, part, None, at, of_cos, of_sin, attend)
-            return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1), pages
-
-        return _for_active_blocks(one, positions, size, (x, pages))
-
-    def _experts_by_blocks(self, index: int, x: jax.Array, positions: jax.Array, size: int) -> jax.Array:
-        def one(block: jax.Array, x: jax.Array) -> jax.Array:
-            part, _ = self._expert_half(index, _rows(x, block, size), _rows(positions, block, size), norms_next=False)
-            return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1)
-
-        return _for_active_blocks(one, positions, size, x)
+        return VerifyOutput(logits, aux_hidden), attend.cache
 
     def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (the tokens' embeddings, cos, sin)."""
@@ -263,31 +192,43 @@ class GptOss:
     ) -> jax.Array:
         """Return x + the attention of norm(x), which is `normalised` if the layer before has computed it."""
         p, reduce = self.params.layers[index].attention, None if self.ranks is None else self.ranks.reduce
-        norm = Norm(p.norm, self.config.rms_norm_eps) if normalised is None else None
-        rows, by = x if normalised is None else normalised, self.params.implementation
-        qkv = linear(rows, p.qkv, p.qkv_bias, norm=norm, positions=positions, implementation=by)
-        out = attend(index, qkv, cos, sin)
-        return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce, implementation=by)
+        by = self.params.implementation
 
-    def _expert_half(
-        self, index: int, x: jax.Array, positions: jax.Array, *, norms_next: bool = True
-    ) -> tuple[jax.Array, jax.Array | None]:
+        def half(
+            x: jax.Array, positions: jax.Array, normalised: jax.Array | None, cos: jax.Array, sin: jax.Array
+        ) -> jax.Array:
+            norm = Norm(p.norm, self.config.rms_norm_eps) if normalised is None else None
+            rows = x if normalised is None else normalised
+            qkv = linear(rows, p.qkv, p.qkv_bias, norm=norm, positions=positions, implementation=by)
+            out = attend(index, qkv, cos, sin)
+            return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce, implementation=by)
+
+        operands = (x, positions, normalised, cos, sin)
+        if isinstance(attend, PagedAttention):
+            return attend.in_blocks(index, self.query_blocks, half, *operands)
+        return half(*operands)
+
+    def _expert_half(self, index: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return (y = x + the experts of norm(x), the next layer's norm(y) or None). See `expert_block`."""
         moe, eps = self.params.layers[index].moe, self.config.rms_norm_eps
-        has_next = norms_next and index + 1 < self.config.num_layers
-        return expert_block(
-            x,
-            Norm(moe.norm, eps),
-            moe.router,
-            moe.router_bias,
-            moe.experts,
-            self.config.top_k,
-            self.config.swiglu_limit,
-            positions,
-            next_norm=Norm(self.params.layers[index + 1].attention.norm, eps) if has_next else None,
-            implementation=self.params.implementation,
-            ranks=self.ranks,
-        )
+        has_next = index + 1 < self.config.num_layers and self.ffn_blocks == 1
+
+        def half(x: jax.Array, _: None, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            return expert_block(
+                x,
+                Norm(moe.norm, eps),
+                moe.router,
+                moe.router_bias,
+                moe.experts,
+                self.config.top_k,
+                self.config.swiglu_limit,
+                positions,
+                next_norm=Norm(self.params.layers[index + 1].attention.norm, eps) if has_next else None,
+                implementation=self.params.implementation,
+                ranks=self.ranks,
+            )
+
+        return in_row_blocks(half, self.ffn_blocks, x, None, positions)
 
     def _logits(self, x: jax.Array, positions: jax.Array | None = None, rows: jax.Array | None = None) -> jax.Array:
         """Compute the logits of `rows` [B, L], of all by default."""
@@ -339,14 +280,3 @@ class GptOss:
 
 
 _finite = jax.jit(GptOss.finite)
-
-
-def _for_active_blocks(one: Callable[[jax.Array, T], T], positions: jax.Array, size: int, carry: T) -> T:
-    """Run `one` over the blocks with active rows."""
-    num_active = jnp.sum(positions >= 0, dtype=jnp.int32)
-    result: T = jax.lax.fori_loop(jnp.int32(0), (num_active + size - 1) // size, one, carry)
-    return result
-
-
-def _rows(values: jax.Array, block: jax.Array, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(values, block * size, size, axis=1)

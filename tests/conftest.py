@@ -109,7 +109,6 @@ COMPILING = (
     "peagle/cli/test_compilation_cache.py",
     "peagle/cli/test_interrupt.py",
     "peagle/engine/test_adjust.py",
-    "peagle/engine/test_blocked_prefill.py",
     "peagle/engine/test_dflash.py",
     "peagle/engine/test_engine.py",
     "peagle/engine/test_grammar.py",

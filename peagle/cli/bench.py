@@ -9,9 +9,13 @@ from peagle.config import EngineConfig, LoadConfig
 from peagle.ops.flag import OUTPUT, RUNNING, SPECULATION, Flag
 
 DRAFTER = "Drafter for -k: a checkpoint, or ngram. Default: the demo drafter."
-DECODED = Takes(("prefill", "query_blocks", "ffn_blocks", "kv_memory"))
+TAKEN = Takes(("prefill_chunk", "kv_memory"))
 LOADED = Takes(
-    ("drafter", "download", "drafter_window", "dtype", "experts", "kernels", "mesh", "reduce"), {"drafter": DRAFTER}
+    (
+        *("drafter", "download", "drafter_window", "query_blocks", "ffn_blocks"),
+        *("dtype", "experts", "kernels", "mesh", "reduce"),
+    ),
+    {"drafter": DRAFTER},
 )
 
 
@@ -45,7 +49,7 @@ class BenchCommand:
     """Tokens in the KV cache before decoding and verifying."""
     slots: Annotated[str, Flag(RUNNING, "N,N")] = "1"
     """Requests decoded at once. With several numbers, decoding is timed with each and with 1, other passes with 1."""
-    engine: Annotated[EngineConfig, DECODED] = EngineConfig()
+    engine: Annotated[EngineConfig, TAKEN] = EngineConfig()
     num_speculative_tokens: Annotated[str | None, Flag(SPECULATION, "K,K", ("-k", "--num-speculative-tokens"))] = None
     """Also time decoding with K drafts per step, all rejected: the cost of a drafted step."""
     load: Annotated[LoadConfig, LOADED] = LoadConfig()

@@ -14,7 +14,7 @@ CONTEXT = (
     "less."
 )
 TAKEN = Takes(
-    ("num_speculative_tokens", "context", "kv_memory", "prefix_cache"),
+    ("num_speculative_tokens", "context", "prefill_chunk", "kv_memory", "prefix_cache"),
     helps={"context": CONTEXT, "prefix_cache": KEPT_PREFIXES},
     reads={"prefix_cache": read_kept_prefixes},
 )

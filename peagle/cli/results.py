@@ -115,7 +115,6 @@ def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
 
 
 def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
-    blocked = config.engine.blocked
     return {
         "num_speculative_tokens": run.engine.num_drafts,
         "adaptive": run.engine.adaptive,
@@ -125,8 +124,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "synthetic_acceptance": run.engine.synthetic_acceptance,
         "slots": config.engine.slots,
         "context": config.engine.context,
-        "prefill_chunk": pair.prefill_chunk if config.engine.prefill_chunk is None else config.engine.prefill_chunk,
-        "prefill": None if blocked is None else dataclasses.asdict(blocked.rows(run.capacity)),
+        "prefill_chunk": run.engine.prefill_chunk,
         "retain_full_kv": pair.retain_full_kv,
         "kv_memory_bytes": config.engine.kv_memory,
         "prefix_cache_bytes": run.engine.prefix_cache,

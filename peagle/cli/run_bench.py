@@ -146,7 +146,7 @@ def _options(settings: BenchCommand) -> BenchOptions:
         drafts=numbers("num_speculative_tokens"),
         kv_memory_bytes=settings.engine.kv_memory,
         repeats=settings.repeats,
-        blocked=settings.engine.blocked,
+        prefill_chunk=settings.engine.prefill_chunk,
     )
 
 
@@ -162,7 +162,6 @@ def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes)
         "slots": case.slots,
         "active": case.active,
         "num_speculative_tokens": case.num_drafts,
-        "blocked": case.blocked,
         "num_passes": measurement.passes,
         "num_tokens": measurement.num_tokens,
         "seconds": list(measurement.seconds),
@@ -184,7 +183,7 @@ def _test_name(case: Case, options: BenchOptions) -> str:
     name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
     if case.kind == "tg" and _compares_slots(options):
         name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
-    return name + (f", K = {case.num_drafts}" if case.num_drafts else "") + ", at once" * case.blocked
+    return name + (f", K = {case.num_drafts}" if case.num_drafts else "")
 
 
 def _table(measured: Bench, weights: WeightBytes) -> reports.Table:

@@ -36,7 +36,6 @@ from peagle.ops.errors import InputError
 from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.ops.memory import available_memory_bytes, format_size
 from peagle.ops.native import available as native_available
-from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
 from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
 from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
@@ -306,16 +305,12 @@ def _dtype(target: Path) -> np.dtype:
 
 
 def _prefill_memory(config: TargetConfig) -> str:
-    """Estimate the memory of a long prefill, in chunks and at once, by its widest tensors in float32."""
+    """Estimate the memory of a long prefill, in chunks and in one pass, by its widest tensors in float32."""
     of_query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + 2 * config.num_heads * config.head_dim
-    of_expert = config.expert_width + config.hidden_size
-
-    def memory(rows: int, blocks: RowBlocks) -> str:
-        num_values = rows * config.hidden_size + blocks.query_rows * (of_query + config.hidden_size)
-        return format_size(FLOAT32.itemsize * (num_values + blocks.expert_rows * config.top_k * of_expert))
-
-    chunked = memory(DEFAULT_CHUNK, RowBlocks(DEFAULT_CHUNK, DEFAULT_CHUNK))
-    return f"{chunked} in chunks, {memory(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
+    of_expert = config.top_k * (config.expert_width + config.hidden_size)
+    of_row = FLOAT32.itemsize * (2 * config.hidden_size + of_query + of_expert)
+    chunked, whole = (format_size(rows * of_row) for rows in (DEFAULT_CHUNK, PROMPT))
+    return f"{chunked} in chunks, {whole} with --prefill-chunk all"
 
 
 def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple[int, ...]]:

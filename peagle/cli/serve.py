@@ -11,7 +11,7 @@ from peagle.ops.flag import ENGINE, SERVER, Flag, check_least
 from peagle.text.prompts import Rendering
 
 TAKEN = Takes(
-    ("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache"),
+    ("num_speculative_tokens", "slots", "context", "prefill_chunk", "kv_memory", "prefix_cache"),
     helps={"prefix_cache": KEPT_PREFIXES},
     reads={"prefix_cache": read_kept_prefixes},
 )

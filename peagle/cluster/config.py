@@ -14,10 +14,10 @@ TEXT_LISTS = ("keys", "hosts")  # fields
 MESH_FIELDS = ("coordinator", "process_id", "num_processes")  # for a target over several processes
 LOAD_FIELDS = (
     *("target", "drafter", "download", "drafter_window", "dtype"),
-    *("experts", "kernels", "mesh", "reduce", "retain_full_kv"),
+    *("experts", "kernels", "mesh", "reduce", "retain_full_kv", "query_blocks", "ffn_blocks"),
 )
 ENGINE_FIELDS = Takes(
-    ("num_speculative_tokens", "context", "kv_memory", "prefix_cache", "slots"),
+    ("num_speculative_tokens", "context", "prefill_chunk", "kv_memory", "prefix_cache", "slots"),
     {
         "context": "Context length in tokens: the most of one request, prompt plus answer. Default: 4096, or the "
         "model's limit if that is less.",

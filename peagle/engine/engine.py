@@ -50,7 +50,7 @@ from peagle.engine.widths import CostTable, Counts
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import tree_bytes
-from peagle.protocols import Drafter, PrefillsAtOnce, Target
+from peagle.protocols import Drafter, Target
 
 
 class Engine(AnyEngine):
@@ -78,8 +78,6 @@ class Engine(AnyEngine):
         """
         if config.num_drafts and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
-        if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
-            raise InputError("this target does not prefill at once; leave out --prefill blocked")
         super().__init__(config, stop_token_ids)
         self.target, self.drafter = target, drafter if config.num_drafts else None
         self.fingerprints = fingerprints
@@ -92,7 +90,6 @@ class Engine(AnyEngine):
             num_pages=self.memory.num_pages,
             table_widths=self.memory.table_widths,
             num_target_groups=self.memory.num_target_groups,
-            blocks=None if config.blocked is None else config.blocked.rows(config.context),
             adaptive=config.adaptive,
             counts=config.counts,
         )

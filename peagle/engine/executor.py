@@ -183,7 +183,7 @@ class Executor:
         absorbs = with_drafter and drafter is not None and bool(drafter.cache_groups)
         models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
         pages = state.target_cache.pages, state.drafter_state.pages if absorbs else ()
-        program = programs.prefill_program(tree, shape.num_target_groups, shape.table_widths, shape.blocks)
+        program = programs.prefill_program(tree, shape.num_target_groups, shape.table_widths)
         return program, [models, pages, plan]
 
     def absorb(self, plan: np.ndarray) -> None:

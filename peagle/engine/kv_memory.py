@@ -102,9 +102,7 @@ class Sizing:
         """Entries of a request's table in each group."""
         num_rows = max(self.config.pass_shapes[0][1], self.rows_ahead)
         return tuple(
-            self.request_pages
-            if group.window is None or self.config.blocked
-            else self._window_pages(group.window, num_rows)
+            self.request_pages if group.window is None else self._window_pages(group.window, num_rows)
             for group in self.groups
         )
 

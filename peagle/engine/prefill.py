@@ -1,4 +1,4 @@
-"""Run a pass over prompt rows: chunks of several prompts, or one whole prompt in blocks of rows.
+"""Run a pass over prompt rows: chunks of several prompts.
 
 A pass needs only the pages, so a chunk may begin anywhere. If tokens before it are in the pages, its first row is the
 last of them: that row writes nothing, and gives the aux_hidden that the drafter's next row needs.
@@ -8,9 +8,6 @@ last of them: that row writes nothing, and gives the aux_hidden that the drafter
 
 So a chunk, a prompt with a cached prefix, and a resumed request are one case. If all of a prompt is cached, its last
 token runs once more, for its logits. The pages do not depend on where a prompt is cut, on native kernels bit for bit.
-
-In blocks, the layers are the outer loop and the blocks of rows the inner one. So attention can take few rows at a time
-and the experts many, which reads and dequantises an expert fewer times.
 """
 
 from typing import NamedTuple
@@ -20,8 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.attention import PagedCache
-from peagle.ops.row_blocks import RowBlocks
-from peagle.protocols import Drafter, PrefillsAtOnce, Target
+from peagle.ops.row_blocks import in_row_blocks
+from peagle.protocols import Drafter, Target
+
+ABSORBED_TOGETHER = 2048  # rows at most that the drafter computes at once
 
 
 class ChunkRows(NamedTuple):
@@ -46,55 +45,35 @@ def prefill(
     target_cache: PagedCache,
     drafter_cache: PagedCache | None,
     chunk: ChunkRows,
-    blocks: RowBlocks | None = None,
 ) -> tuple[PagedCache, PagedCache | None, Prefilled]:
     """Write the rows of a chunk to the pages of target and drafter.
 
     The drafter's row p pairs token p + 1 with aux_hidden[p]: rows begin .. begin + num_rows - 2. drafter_cache None:
-    without the drafter. blocks: the chunk is one whole prompt (peagle.protocols.PrefillsAtOnce).
+    without the drafter.
     """
     row = jnp.arange(chunk.token_ids.shape[1], dtype=jnp.int32)[None, :]
     active = row < chunk.num_rows[:, None]
     positions = jnp.where(active, chunk.begin[:, None] + row, -1)
     writes = row >= chunk.known[:, None]
     last = jnp.maximum(chunk.num_rows - 1, 0)[:, None]
-    if blocks is None:
-        output, target_cache = target.extend(chunk.token_ids, positions, target_cache, last, writes)
-    else:
-        assert isinstance(target, PrefillsAtOnce)
-        output, target_cache = target.prefill(chunk.token_ids, positions, target_cache, last, blocks, writes)
+    output, target_cache = target.extend(chunk.token_ids, positions, target_cache, last, writes)
     if drafter is not None and drafter_cache is not None:
-        drafter_cache = _absorb(drafter, drafter_cache, chunk, positions, output.aux_hidden, blocks)
+        drafter_cache = _absorb(drafter, drafter_cache, chunk, positions, output.aux_hidden)
     aux_hidden = jnp.take_along_axis(output.aux_hidden, last[:, :, None], axis=1)[:, 0]
     return target_cache, drafter_cache, Prefilled(output.logits[:, 0], aux_hidden)
 
 
 def _absorb(
-    drafter: Drafter,
-    cache: PagedCache,
-    chunk: ChunkRows,
-    positions: jax.Array,
-    aux_hidden: jax.Array,
-    blocks: RowBlocks | None,
+    drafter: Drafter, cache: PagedCache, chunk: ChunkRows, positions: jax.Array, aux_hidden: jax.Array
 ) -> PagedCache:
     """Let the drafter absorb each token but the first with the aux_hidden of the position before it."""
     token_ids, aux_hidden = chunk.token_ids[:, 1:], aux_hidden[:, :-1]
     positions = jnp.where(positions[:, 1:] >= 0, positions[:, :-1], -1)
-    if blocks is None:
-        absorbed: PagedCache = drafter.absorb(cache, token_ids, aux_hidden, positions)
-        return absorbed
-    size = blocks.query_rows
-    pad = ((0, 0), (0, 1))
-    token_ids, positions = jnp.pad(token_ids, pad), jnp.pad(positions, pad, constant_values=-1)
-    aux_hidden = jnp.pad(aux_hidden, (*pad, (0, 0)))
 
-    def one(block: jax.Array, cache: PagedCache) -> PagedCache:
-        ids, aux, at = (
-            jax.lax.dynamic_slice_in_dim(leaf, block * size, size, axis=1)
-            for leaf in (token_ids, aux_hidden, positions)
-        )
-        absorbed: PagedCache = drafter.absorb(cache, ids, aux, at)
-        return absorbed
+    def of_rows(
+        token_ids: jax.Array, cache: PagedCache, positions: jax.Array, aux_hidden: jax.Array
+    ) -> tuple[jax.Array, PagedCache]:
+        return token_ids, drafter.absorb(cache, token_ids, aux_hidden, positions)
 
-    num_rows = jnp.max(chunk.num_rows) - 1
-    return jax.lax.fori_loop(jnp.int32(0), (num_rows + size - 1) // size, one, cache)
+    num_blocks = -(-token_ids.shape[1] // ABSORBED_TOGETHER)
+    return in_row_blocks(of_rows, num_blocks, token_ids, cache, positions, aux_hidden)[1]

@@ -25,7 +25,6 @@ from peagle.ops import native
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.cuda import graphs
 from peagle.ops.messages import VerifyOutput
-from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import DrafterWithoutCaches
 
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}  # CUDA graphs only of this many operations: never
@@ -45,7 +44,6 @@ class ProgramShape:
     num_drafts, most_steps    most drafts of a step; most steps of a dispatch
     num_pages, table_widths   of each cache group: of its pool, and of a request's table
     num_target_groups         how many of these groups are the target's; the drafter's follow
-    blocks                    compute a prompt at once, in these blocks of rows
     adaptive                  some steps are (StepKind)
     counts                    the acceptance that adaptive steps start from (peagle.engine.widths.Learned)
     """
@@ -57,7 +55,6 @@ class ProgramShape:
     num_pages: tuple[int, ...]
     table_widths: tuple[int, ...]
     num_target_groups: int
-    blocks: RowBlocks | None = None
     adaptive: bool = False
     counts: Counts | None = None
 
@@ -92,9 +89,7 @@ def init_program(models: Any, shape: ProgramShape) -> Any:
 
 
 @_once
-def prefill_program(
-    models: Any, num_target_groups: int, table_widths: tuple[int, ...], blocks: RowBlocks | None
-) -> Any:
+def prefill_program(models: Any, num_target_groups: int, table_widths: tuple[int, ...]) -> Any:
     def _chunk(
         model_leaves: list[jax.Array], pages: tuple[tuple[Pages, ...], tuple[Pages, ...]], plan: jax.Array
     ) -> tuple[tuple[tuple[Pages, ...], tuple[Pages, ...]], Prefilled]:
@@ -103,7 +98,7 @@ def prefill_program(
         chunk, tables = read_chunk_plan(plan, table_widths)
         target_cache = PagedCache(pages[0], tables[:num_target_groups])
         drafter_cache = None if drafter is None else PagedCache(pages[1], tables[num_target_groups:])
-        target_cache, drafter_cache, prefilled = prefill(target, drafter, target_cache, drafter_cache, chunk, blocks)
+        target_cache, drafter_cache, prefilled = prefill(target, drafter, target_cache, drafter_cache, chunk)
         left = target_cache.pages, () if drafter_cache is None else drafter_cache.pages
         return left, Prefilled(_dispatched_async(prefilled.logits, chunk.num_rows[0]), prefilled.aux_hidden)
 

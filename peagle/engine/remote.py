@@ -59,8 +59,6 @@ class Coordinator:
         self, target: Target, drafter: Drafter | None, shape: ProgramShape, lookup: Drafter | None = None
     ) -> "CoordinatorExecutor":
         """Make the executor of an engine, here and in the workers."""
-        if shape.blocks is not None:
-            raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
         number, self._executors = self._executors, self._executors + 1
         drafts = {"drafts": drafter is not None, "lookup": lookup is not None}
         message = {"executor": number, **drafts, "shape": _sent(asdict(shape))}

@@ -9,7 +9,6 @@ from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
 from peagle.engine.request import Request
 from peagle.engine.widths import Counts
 from peagle.ops.errors import InputError
-from peagle.ops.row_blocks import padded_length
 
 MOST_RESERVED = 8192  # positions per slot that default memory holds; longer requests share it
 SHORT_PROMPT = 64  # rows of a prompt that shares a pass
@@ -65,8 +64,6 @@ class ResolvedConfig(EngineConfig):
                 f"the budget of masks is {self.mask_budget_s:g} s in {self.most_slow_masks} steps; expected more than "
                 "0 s, and 1 step or more"
             )
-        if self.blocked is not None:
-            self.blocked.rows(self.context)  # raises for impossible blocks
         check_rates(self.synthetic_acceptance, self.num_speculative_tokens)
         if self.role == "decode" and self.prefix_cache:
             raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
@@ -74,8 +71,6 @@ class ResolvedConfig(EngineConfig):
     @property
     def pass_shapes(self) -> tuple[tuple[int, int], ...]:
         """Passes over prompts: (prompts, rows per prompt), the first for one prompt. Short prompts share a pass."""
-        if self.blocked is not None:
-            return ((1, padded_length(self.context)),)
         rows = max(2, min(self.prefill_chunk, self.context))  # a cached token may come first
         shapes = [(count, max(rows // count, SHORT_PROMPT)) for count in (4, 8) if rows >= count * SHORT_PROMPT // 2]
         return ((1, rows), *(shape for shape in shapes if shape[0] <= self.slots))

@@ -1,6 +1,6 @@
 """Time a target: prefill, decoding, and verify passes, which bound the gain of speculation.
 
-    pp N        prefill N tokens into empty caches, in the engine's chunks; with `blocked` also in one pass
+    pp N        prefill N tokens into empty caches, in the engine's chunks
     tg N        decode N steps after `context` tokens by the engine's own loop, with a request in every slot. Of several
                 numbers of slots, the largest also runs with one request, because idle slots must cost nothing. With
                 K > 0 the steps draft K tokens and accept none
@@ -33,9 +33,8 @@ from peagle.measure.metrics import Spread
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import refuse_too_large, tree_bytes
-from peagle.ops.row_blocks import BlockedPrefill, RowBlocks, padded_length
 from peagle.pair import Pair
-from peagle.protocols import PrefillsAtOnce, PyTree, Target
+from peagle.protocols import PyTree, Target
 
 SHORTEST_S = 0.05  # a verify measurement repeats its pass for at least this long
 NUM_TOKEN_SETS = 64  # verify passes cycle through so many sets of random tokens
@@ -58,7 +57,7 @@ class BenchOptions:
     kv_memory_bytes: int | None = None  # for decoding
     repeats: int = 5
     seed: int = 0
-    blocked: BlockedPrefill | None = None  # also prefill in one pass, in these blocks of rows
+    prefill_chunk: int | Literal["all"] | None = None  # tokens per pass of pp; None: the engine's
 
     def __post_init__(self) -> None:
         for name in ("prompt_lengths", "new_tokens", "widths", "context", "slots", "repeats"):
@@ -71,9 +70,6 @@ class BenchOptions:
             raise InputError(f"{option} given, but no decoding test; give -n 1 or more")
         for k in self.drafts:
             check_num_drafts(k, plain=False)
-        if self.blocked is not None:
-            for size in self.prompt_lengths:
-                self.blocked.rows(size)  # check the numbers of blocks
 
     @property
     def batch(self) -> int:
@@ -85,10 +81,7 @@ class BenchOptions:
         """Every test once, in the order of the report."""
         widths = sorted({1, *self.widths}) if self.widths else ()
         slots = sorted({1, *self.slots}) if len(set(self.slots)) > 1 else self.slots[:1]
-        in_one_pass = (False,) if self.blocked is None else (False, True)
-        cases = [
-            Case("pp", size, self.batch, blocked=blocked) for size in self.prompt_lengths for blocked in in_one_pass
-        ]
+        cases = [Case("pp", size, self.batch) for size in self.prompt_lengths]
         for size in self.new_tokens:
             cases += [Case("tg", size, n, num_drafts=k) for n in slots for k in (0, *self.drafts)]
             if len(slots) > 1:
@@ -125,14 +118,13 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Case:
-    """One test. `idle`: slots without a request. num_drafts 0: plain decoding. blocked: prefill in one pass."""
+    """One test. `idle`: slots without a request. num_drafts 0: plain decoding."""
 
     kind: Kind
     size: int  # tokens per sequence: of the prompt, new ones, or those of a pass
     slots: int = 1
     idle: int = 0
     num_drafts: int = 0
-    blocked: bool = False
 
     @property
     def active(self) -> int:
@@ -278,25 +270,17 @@ def _prepare(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Gener
 
 def _prepare_prefill(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
     """Prepare prefill of one sequence after the other."""
-    target, size, blocked = pair.plain_target, case.size, options.blocked if case.blocked else None
+    target, size, typed = pair.plain_target, case.size, options.prefill_chunk
     token_ids = _random_ids(rng, target, options.batch, size)
-    widest = chunk = min(pair.prefill_chunk, size)
-    if blocked is not None:
-        widest = blocked.rows(size).query_rows
-
-    def once(row: np.ndarray) -> PyTree:
-        if blocked is None:
-            return prefill(target, row, size, chunk, 1)
-        padded = np.pad(row, ((0, 0), (0, padded_length(size) - size)))
-        return _prefill_blocked(target, padded, np.int32(size), _empty(target, 1, size, widest), blocked.rows(size))
+    chunk = size if typed == "all" else min(typed or pair.prefill_chunk, size)
 
     def time_once() -> float:
         started = time.perf_counter()
         for row in token_ids:
-            jax.block_until_ready(once(row[None]))
+            jax.block_until_ready(prefill(target, row[None], size, chunk, 1))
         return time.perf_counter() - started
 
-    _refuse_caches(target, 1, size, widest)
+    _refuse_caches(target, 1, size, chunk)
     time_once()
     return _Run(1, time_once)
 
@@ -413,17 +397,6 @@ def _extend(target: Target, token_ids: jax.Array, begin: jax.Array, count: jax.A
     positions = jnp.broadcast_to(jnp.where(row < count, begin + row, -1), token_ids.shape)
     last = jnp.broadcast_to(count - 1, (token_ids.shape[0], 1))
     output, caches = target.extend(token_ids, positions, caches, last)
-    return jax.lax.optimization_barrier((output.logits, caches))[1]
-
-
-@functools.partial(jax.jit, static_argnames="blocks", donate_argnames="caches")
-def _prefill_blocked(
-    target: PrefillsAtOnce, token_ids: jax.Array, count: jax.Array, caches: PyTree, blocks: RowBlocks
-) -> PyTree:
-    """Run the first `count` tokens of a sequence in one pass, with logits of the last."""
-    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(row < count, row, -1)
-    output, caches = target.prefill(token_ids, positions, caches, jnp.reshape(count - 1, (1, 1)), blocks)
     return jax.lax.optimization_barrier((output.logits, caches))[1]
 
 

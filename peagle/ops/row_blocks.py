@@ -1,53 +1,51 @@
-"""Blocked prefill: into how many blocks of rows a whole prompt is cut. No JAX."""
+"""Compute a wide pass in blocks of rows, in the memory of one block."""
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from peagle.ops.errors import InputError
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
-PADDED_TO = 128  # a whole prompt is padded to the context, rounded up to a multiple of this
-QUERY_ROWS, EXPERT_ROWS = 128, 2048  # most rows of a block by default
-
-
-@dataclass(frozen=True)
-class RowBlocks:
-    """How many rows of a whole prompt attention and experts compute at a time."""
-
-    query_rows: int
-    expert_rows: int
+LEAST_ROWS = 32  # of a block; so the passes of steps are not cut
+T = TypeVar("T")
+Carry = TypeVar("Carry")
 
 
-@dataclass(frozen=True)
-class BlockedPrefill:
-    """Prefill a whole prompt in one pass. query_blocks, ffn_blocks: how many blocks attention and experts cut it into.
+def in_row_blocks(
+    function: Callable[..., tuple[T, Carry]],
+    num_blocks: int,
+    x: T,
+    carry: Carry,
+    positions: Int[Array, "B T"],
+    *others: Any,
+) -> tuple[T, Carry]:
+    """Compute function(x, carry, positions, *others) -> (y, carry) in at most num_blocks blocks of rows, in order.
 
-    None: blocks of QUERY_ROWS and of at most EXPERT_ROWS.
+    x and others are trees of arrays [B, T, ...]; y is like x and takes its memory. Blocks after the last active row,
+    whose position is 0 or more, are left as they are in x.
     """
+    width = positions.shape[1]
+    size = max(LEAST_ROWS, -(-width // max(num_blocks, 1)))
+    if size >= width:
+        return function(x, carry, positions, *others)
 
-    query_blocks: int | None = None
-    ffn_blocks: int | None = None
+    def padded(leaf: jax.Array) -> jax.Array:
+        pad = [(0, 0), (0, -width % size), *[(0, 0)] * (leaf.ndim - 2)]
+        return jnp.pad(leaf, pad, constant_values=-1)
 
-    def rows(self, capacity: int) -> RowBlocks:
-        """Return the blocks of a context. Raises InputError for a number that does not divide its padded length."""
-        length = padded_length(capacity)
-        divisors = [number for number in range(1, length + 1) if length % number == 0]
-        for name, number in (("query", self.query_blocks), ("ffn", self.ffn_blocks)):
-            if number is not None and number not in divisors:
-                raise InputError(
-                    f"{name}_blocks is {number}; expected a number that divides {length}, the context padded to a "
-                    f"multiple of {PADDED_TO}: {', '.join(map(str, divisors))}",
-                    f"{name}_blocks",
-                )
-        query = self.query_blocks or length // QUERY_ROWS
-        ffn = self.ffn_blocks or next(number for number in divisors if length // number <= EXPERT_ROWS)
-        return RowBlocks(length // query, length // ffn)
+    def one(block: jax.Array, carried: tuple[T, Carry]) -> tuple[T, Carry]:
+        def part_of(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(leaf, block * size, size, axis=1)
 
-    @property
-    def step(self) -> int:
-        """The least context length that all numbers of blocks divide."""
-        return math.lcm(PADDED_TO, self.query_blocks or 1, self.ffn_blocks or 1)
+        def put(leaf: jax.Array, part: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(leaf, part, block * size, axis=1)
 
+        x, carry = carried
+        y, carry = function(jax.tree.map(part_of, x), carry, *jax.tree.map(part_of, rows))
+        return jax.tree.map(put, x, y), carry
 
-def padded_length(capacity: int) -> int:
-    """Return the rows of a pass over a whole prompt: the context, padded."""
-    return -(-capacity // PADDED_TO) * PADDED_TO
+    x, *rows = jax.tree.map(padded, (x, positions, *others))
+    num_active = jnp.max(jnp.where(positions >= 0, jnp.arange(1, width + 1, dtype=jnp.int32), 0))
+    x, carry = jax.lax.fori_loop(jnp.int32(0), (num_active + size - 1) // size, one, (x, carry))
+    return jax.tree.map(lambda leaf: leaf[:, :width], x), carry

@@ -329,8 +329,7 @@ class _Session:
         """Decode requests and the turns that follow them, and plainly for comparison."""
         if self.config.engine.context is None and (needed := self.pair.capacity(requests)) > self.capacity:
             # an answer's text may take more tokens in the next prompt than were emitted
-            step = 1 if self.config.engine.blocked is None else self.config.engine.blocked.step
-            self.capacity = -(-needed // step) * step
+            self.capacity = needed
         plain_results: list[Result] = []
         plain_first = self.compares and self.slots == 1 and number % 2 == 1
         if plain_first:

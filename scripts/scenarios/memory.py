@@ -17,6 +17,7 @@ from typing import Literal
 import jax
 import numpy as np
 
+from peagle.config import read_prefill_chunk
 from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.ops.errors import InputError
@@ -59,11 +60,11 @@ def anonymous_bytes() -> int:
 
 
 def measure(
-    directory: str, kernels: str, prompt_tokens: int, prefill: Literal["chunked", "blocked"], mesh: str | None
+    directory: str, kernels: str, prompt_tokens: int, prefill_chunk: int | Literal["all"] | None, mesh: str | None
 ) -> dict[str, int | float]:
     """Measure bytes of weights and caches, and the peaks of loading and decoding.
 
-    prefill "blocked": the whole prompt at once. mesh: load over these devices, and decode nothing.
+    mesh: load over these devices, and decode nothing.
     """
     jax.numpy.zeros(1).block_until_ready()
     before = anonymous_bytes()
@@ -81,7 +82,7 @@ def measure(
     prompt = np.random.default_rng(0).integers(0, pair.target.vocab_size, prompt_tokens).tolist()
     request = Request(tuple(prompt), NEW_TOKENS, stop_token_ids=())
     with Peak() as decoding:
-        engine = pair.engine(pair.engine_config(0, context=pair.capacity([request]), prefill=prefill))
+        engine = pair.engine(pair.engine_config(0, context=pair.capacity([request]), prefill_chunk=prefill_chunk))
         chunks = [chunk for _, chunk in engine.generate([request])]
     return {
         **figures,
@@ -96,12 +97,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", choices=("auto", "native", "xla"), default="auto")
     parser.add_argument("--prompt-tokens", type=int, default=3, help="before those decoded (default %(default)s)")
     parser.add_argument("--mesh", help="load over these devices, as tp=4, and decode nothing")
-    parser.add_argument("--prefill", choices=("chunked", "blocked"), default="chunked")
+    parser.add_argument("--prefill-chunk", type=read_prefill_chunk, help="prompt tokens per pass, or all")
 
 
 def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Measure, and print JSON."""
     expect_least(1, options, "prompt_tokens")
-    figures = measure(options.target, options.kernels, options.prompt_tokens, options.prefill, options.mesh)
+    figures = measure(options.target, options.kernels, options.prompt_tokens, options.prefill_chunk, options.mesh)
     print(dumps({**figures, "provenance": origin("scripts.bench", typed)}, indent=1))
     return 0

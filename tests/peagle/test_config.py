@@ -22,7 +22,6 @@ from peagle.workflows.run import RunConfig
         ({"logprobs": -1}, "logprobs is -1; expected 0..20"),
         ({"logprobs": 21}, "logprobs is 21; expected 0..20"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0 tokens; expected 1 or more"),
-        ({"prefill": "bogus"}, "prefill is 'bogus'; expected one of 'chunked', 'blocked'"),
         ({"kv_memory": 0}, "kv_memory is 0 bytes; expected more than 0"),
         ({"prefix_cache": -1}, "prefix_cache is -1 bytes; expected 0 or more"),
         ({"prefix_cache": "bogus"}, "prefix_cache is 'bogus'; expected a valid integer or one of 'on', 'off'"),

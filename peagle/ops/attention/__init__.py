@@ -3,6 +3,7 @@
 from peagle.ops.attention.paged import (
     PAGE_SIZE,
     CacheGroup,
+    PagedAttention,
     PagedCache,
     PagedRows,
     Pages,
@@ -13,7 +14,6 @@ from peagle.ops.attention.paged import (
     init_pools,
     own_tables,
     paged_attention,
-    rows_by_layer,
 )
 from peagle.ops.attention.reference import MASKED, Attend, AttendHeads, after_rope, attention, split_heads
 
@@ -23,6 +23,7 @@ __all__ = [
     "Attend",
     "AttendHeads",
     "CacheGroup",
+    "PagedAttention",
     "PagedCache",
     "PagedRows",
     "Pages",
@@ -35,6 +36,5 @@ __all__ = [
     "init_pools",
     "own_tables",
     "paged_attention",
-    "rows_by_layer",
     "split_heads",
 ]

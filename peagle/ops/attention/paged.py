@@ -13,6 +13,7 @@ than its sequence, its pages repeat (index modulo): a window needs only a few pa
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -21,13 +22,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops import cuda, native
-from peagle.ops.attention.reference import Attend, online_attention, split_heads
+from peagle.ops.attention.reference import online_attention, split_heads
 from peagle.ops.cuda import calls
 from peagle.ops.kernels import Implementation
+from peagle.ops.row_blocks import in_row_blocks
 
 PAGE_SIZE = 64  # positions
 MOST_SCORES = 1 << 18  # attention scores of one head that XLA holds at once
 MOST_PAGES = 4  # pages that XLA gathers at once
+QUERY_ROWS = 128  # XLA attends in blocks of so many rows or more: each reads only the pages that it sees
+T = TypeVar("T")
 
 
 @flax.struct.dataclass
@@ -148,6 +152,10 @@ class PagedRows:
     # largest number of indices from the first to the last that the rows of one sequence see
     span: int = flax.struct.field(pytree_node=False)
 
+    def of_block(self, write: jax.Array, first: jax.Array, last: jax.Array) -> "PagedRows":
+        """Take rows of a block, whose padding is -1: it sees nothing."""
+        return PagedRows(self.table, write, jnp.maximum(first, 0), last, self.span)
+
 
 def init_pages(num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Pages:
     # two buffers, because a donated buffer may appear only once
@@ -229,22 +237,54 @@ def attend_paged(
     writes: Bool[Array, "B T"] | None = None,
     until: Int[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Attend, Callable[[], PagedCache]]:
-    """Make the attention of one pass over a cache; it is called once per layer, in order.
+) -> "PagedAttention":
+    """Make the attention of one pass over a cache.
 
-    sinks: by layer. The other arguments are those of `rows_by_layer`. Returns (the attention, which first writes its
-    rows; a function that returns the cache with the rows that were written).
+    sinks: by layer. The other arguments are those of `rows_by_layer`.
     """
-    pages, rows = list(cache.pages), rows_by_layer(groups, windows, cache, positions, writes, until)
+    rows = rows_by_layer(groups, windows, cache, positions, writes, until)
+    return PagedAttention(list(cache.pages), cache.tables, rows, num_heads, sinks, implementation)
 
-    def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        own_sinks = None if sinks is None else sinks[layer]
-        out, pages[layer] = paged_attention(
-            qkv, cos, sin, pages[layer], rows[layer], num_heads, own_sinks, implementation=implementation
+
+@dataclass
+class PagedAttention:
+    """The attention of one pass over a cache. Call it once per layer: it writes the layer's rows, then attends."""
+
+    pages: list[Pages]
+    tables: tuple[jax.Array, ...]
+    rows: dict[int, PagedRows]
+    num_heads: int
+    sinks: Sequence[jax.Array] | None
+    implementation: Implementation | None
+
+    def __call__(self, layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        pages, rows, sinks = self.pages[layer], self.rows[layer], None if self.sinks is None else self.sinks[layer]
+        out, self.pages[layer] = paged_attention(
+            qkv, cos, sin, pages, rows, self.num_heads, sinks, implementation=self.implementation
         )
         return out
 
-    return attend, lambda: PagedCache(tuple(pages), cache.tables)
+    def in_blocks(self, layer: int, num_blocks: int, half: Callable[..., T], x: T, *operands: Any) -> T:
+        """Compute half(x, *operands), which calls this attention for the layer, in blocks of rows (`in_row_blocks`).
+
+        The first of the operands are the positions. A block's rows are written before it attends.
+        """
+        rows = self.rows[layer]
+
+        def of_block(x: T, pages: Pages, *operands: Any) -> tuple[T, Pages]:
+            *others, write, first, last = operands
+            self.pages[layer] = pages
+            self.rows[layer] = rows.of_block(write, first, last)
+            return half(x, *others), self.pages[layer]
+
+        operands = (*operands, rows.write, rows.first, rows.last)
+        x, self.pages[layer] = in_row_blocks(of_block, num_blocks, x, self.pages[layer], *operands)
+        return x
+
+    @property
+    def cache(self) -> PagedCache:
+        """The cache with the rows that were written."""
+        return PagedCache(tuple(self.pages), self.tables)
 
 
 def write_pages(
@@ -287,6 +327,17 @@ def _on_xla(
 ) -> tuple[jax.Array, Pages]:
     query, key, value = split_heads(qkv, num_heads, pages.key.shape[2], cos, sin)
     pages = write_pages(pages, key, value, rows.table, rows.write)
+
+    def attend(query: jax.Array, _: None, last: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
+        return _attend_in_pages(query, pages, rows.of_block(last, first, last), sinks), None
+
+    out, _ = in_row_blocks(attend, query.shape[1] // QUERY_ROWS, query, None, rows.last, rows.first)
+    return out.reshape(*qkv.shape[:2], -1), pages
+
+
+def _attend_in_pages(
+    query: Float[Array, "B T N H"], pages: Pages, rows: PagedRows, sinks: jax.Array | None
+) -> Float[Array, "B T N H"]:
     size, width = pages.page_size, rows.table.shape[1]
     count = max(1, min(MOST_PAGES, width, MOST_SCORES // (query.shape[1] * size)))
 
@@ -305,8 +356,7 @@ def _on_xla(
     sees = rows.last >= rows.first
     begin = jnp.min(jnp.where(sees, rows.first, jnp.iinfo(jnp.int32).max)) // (count * size)
     end = jnp.max(jnp.where(sees, rows.last, -1)) // (count * size) + 1
-    out = online_attention(query, pages.key.shape[2], load, begin, end, sinks)
-    return out.reshape(*qkv.shape[:2], -1), pages
+    return online_attention(query, pages.key.shape[2], load, begin, end, sinks)
 
 
 def _on_native(

@@ -33,10 +33,9 @@ from peagle.cli.info import Info
 from peagle.cli.report import Report
 from peagle.cli.serve import Serve
 from peagle.cli.speculate import Generate
-from peagle.config import AnswerConfig, EngineConfig, SamplingParams, read_kv_memory, read_prefix_cache
+from peagle.config import AnswerConfig, SamplingParams, read_kv_memory, read_prefix_cache
 from peagle.ops.errors import InputError
 from peagle.ops.flag import Flag
-from peagle.ops.row_blocks import BlockedPrefill
 from peagle.text.prompts import Rendering
 from tests.support.commands import refused, run
 
@@ -191,13 +190,6 @@ def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: p
 def test_changed_options_differ_from_their_defaults() -> None:
     changed = changed_options(Paint(where="door", colour=Colour(red=2, names=("a",))))
     assert [option.name for option in changed] == ["where", "names"]
-
-
-def test_blocks_are_those_of_blocked_prefill() -> None:
-    assert EngineConfig(prefill="blocked", ffn_blocks=2).blocked == BlockedPrefill(None, 2)
-    assert EngineConfig().blocked is None
-    with pytest.raises(InputError, match=r"query_blocks is given, .* give --prefill blocked"):
-        EngineConfig(query_blocks=2)
 
 
 def test_memory_is_a_size_or_one_of_a_few_words() -> None:

@@ -22,9 +22,8 @@ CONFIGS = st.builds(
     num_speculative_tokens=st.sampled_from([0, 1, 3, 15]),
     slots=st.integers(1, 9),
     context=st.integers(2, 300) | st.integers(300, 9000),
-    prefill_chunk=st.sampled_from([1, 64, 128, 2048]),
+    prefill_chunk=st.sampled_from([1, 64, 128, 2048, 9000]),
     steps_per_dispatch=st.sampled_from([1, 3, 24]),
-    prefill=st.sampled_from(["chunked", "blocked"]),
 )
 
 

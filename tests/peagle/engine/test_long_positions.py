@@ -1,5 +1,6 @@
 """Beyond the context that a model was first trained with (YaRN): the engine against transformers."""
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ def decoded(engine: Engine, prompt: np.ndarray) -> tuple[list[int], list[float],
 def test_positions_beyond_the_initial_context_are_transformers(
     tmp_path: Path, implementation: Implementation, length: int
 ) -> None:
-    """Prefilled in chunks or at once, then decoded, also with drafts of which some are wrong."""
+    """Prefilled in chunks, or whole and in blocks of rows, then decoded, also with drafts of which some are wrong."""
     rope = {**CONFIGS["fused"]["rope_parameters"], "original_max_position_embeddings": INITIAL}
     sizes = CONFIGS["fused"] | {"num_hidden_layers": 2, "rope_parameters": rope, "max_position_embeddings": 8 * INITIAL}
     torch.manual_seed(3)
@@ -52,11 +53,12 @@ def test_positions_beyond_the_initial_context_are_transformers(
     target = GptOss(loaded.params, loaded.config)
     prompt = np.random.default_rng(4).integers(0, loaded.config.vocab_size, length)
     plain, in_chunks, _ = decoded(Engine(target, None, ResolvedConfig(context=length + NEW)), prompt)
-    at_once = ResolvedConfig(context=length + NEW, prefill="blocked")
-    same, blocked, _ = decoded(Engine(target, None, at_once), prompt)
+    in_blocks = dataclasses.replace(target, query_blocks=64, ffn_blocks=4)
+    at_once = ResolvedConfig(context=length + NEW, prefill_chunk=length)
+    same, whole, _ = decoded(Engine(in_blocks, None, at_once), prompt)
     assert same == plain
     if implementation == "native":
-        assert blocked == in_chunks
+        assert whole == in_chunks
     script = np.concatenate([prompt, plain, np.zeros(K, int)])
     script[length + 4 :: 5] = (script[length + 4 :: 5] + 1) % loaded.config.vocab_size
     drafter = Scripted(jnp.asarray(script[None], jnp.int32))

@@ -1,14 +1,21 @@
 """What a prompt leaves in its pages does not depend on where it is cut, nor on how many rows a pass has."""
 
+import dataclasses
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.engine import prefill
 from peagle.engine.pass_plans import chunk_plan
+from peagle.engine.request import Request
 from peagle.ops.attention import paged
-from tests.support.models import TOKENS, engine_of, held, models, needs_native, prefilled
-from tests.support.toys import WINDOW
+from target.model import GptOss
+from target.params import init_params
+from tests.support.models import TOKENS, Models, engine_of, held, models, needs_native, prefilled
+from tests.support.toys import CONFIG, WINDOW, decode
 
 LENGTH = 150
 # rows of a pass, and the tokens that each takes; a pass after the first begins with a known row
@@ -89,29 +96,62 @@ def test_prompts_that_share_a_pass_leave_what_each_leaves_alone() -> None:
             np.testing.assert_array_equal(part, expected[name], f"{name} of prompt {number}")
 
 
+def in_blocks(pair: Models, query_blocks: int, ffn_blocks: int) -> Models:
+    target = dataclasses.replace(pair.target, query_blocks=query_blocks, ffn_blocks=ffn_blocks)
+    return dataclasses.replace(pair, target=target)
+
+
 @pytest.mark.parametrize(
     ("blocks", "kind"),
     [
-        *(pytest.param(blocks, "native float32", marks=needs_native) for blocks in ((1, 1), (3, 1), (12, 2))),
-        ((3, 1), "float32"),
-        *(pytest.param(blocks, "float32", marks=pytest.mark.slow) for blocks in ((1, 1), (12, 2))),
+        *(pytest.param(blocks, "native float32", marks=needs_native) for blocks in ((3, 1), (1, 3), (99, 2))),
+        ((3, 2), "float32"),
+        pytest.param((99, 4), "float32", marks=pytest.mark.slow),
     ],
 )
-def test_a_prompt_in_blocks_of_rows_leaves_what_chunks_leave(kind: str, blocks: tuple[int, int]) -> None:
-    """On native kernels bit for bit; last blocks are full, part full and of one row."""
-    pair = models(kind)
-    capacity = 3 * 128 - 20
-    chunked = engine_of(pair, context=capacity, prefill_chunk=capacity)
-    at_once = engine_of(pair, context=capacity, prefill="blocked", query_blocks=blocks[0], ffn_blocks=blocks[1])
+def test_a_pass_in_blocks_of_rows_leaves_what_it_leaves_whole(
+    kind: str, blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On native kernels bit for bit, the drafter in blocks, too; last blocks are full, part full and of one row."""
+    pair, capacity = models(kind), 3 * 128 - 20
+    whole = engine_of(pair, context=capacity, prefill_chunk=capacity)
+    cut = engine_of(in_blocks(pair, *blocks), context=capacity, prefill_chunk=capacity)
     for length in (1, 23, 128, 129, capacity):
-        parts = []
-        for engine, rows in ((chunked, capacity), (at_once, 384)):
-            table, left = prefilled(engine, TOKENS[:length], rows, [length])
-            parts.append(left)
-            engine.memory.pool.free(table)
-        for name, expected in parts[0].items():
+        table, expected = prefilled(whole, TOKENS[:length], capacity, [length])
+        whole.memory.pool.free(table)
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill, "ABSORBED_TOGETHER", 100)
+            table, parts = prefilled(cut, TOKENS[:length], capacity, [length])
+        cut.memory.pool.free(table)
+        for name, part in parts.items():
             if kind.startswith("native"):
-                np.testing.assert_array_equal(parts[1][name], expected, name)
+                np.testing.assert_array_equal(part, expected[name], name)
             else:
-                scale = 1e-4 * max(1.0, float(np.abs(expected).max(initial=0)))
-                np.testing.assert_allclose(parts[1][name], expected, atol=scale, err_msg=name)
+                scale = 1e-4 * max(1.0, float(np.abs(part).max(initial=0)))
+                np.testing.assert_allclose(part, expected[name], atol=scale, err_msg=name)
+
+
+@needs_native
+def test_requests_get_the_same_of_whole_prompts_in_blocks_as_of_chunks() -> None:
+    """Tokens, drafts and what was accepted; more requests than slots."""
+    requests = [Request(TOKENS[:length], 20) for length in (1, 40, 128, 300, 129)]
+    chunked = engine_of(models(), context=384, slots=2, prefill_chunk=32)
+    whole = engine_of(in_blocks(models(), 3, 2), context=384, slots=2, prefill_chunk=384)
+    assert decode(whole, requests) == decode(chunked, requests)
+
+
+def test_a_pass_in_blocks_takes_less_memory() -> None:
+    rows, config = 2048, dataclasses.replace(CONFIG, hidden_size=64, expert_width=64)
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+    def temporary_bytes(query_blocks: int, ffn_blocks: int) -> int:
+        target = GptOss(params, config, query_blocks=query_blocks, ffn_blocks=ffn_blocks)
+        ids = jnp.zeros((1, rows), jnp.int32)
+        cache = jax.eval_shape(lambda: target.init_cache(1, rows, rows))
+        program = jax.jit(lambda target, cache: target.extend(ids, ids, cache, ids[:, :1]), donate_argnums=1)
+        size: int = program.lower(target, cache).compile().memory_analysis().temp_size_in_bytes
+        return size
+
+    in_experts = temporary_bytes(1, 8)
+    assert in_experts < temporary_bytes(1, 1) / 2
+    assert temporary_bytes(16, 8) < 0.9 * in_experts

@@ -16,7 +16,6 @@ from peagle.engine.remote import VERBS, Coordinator, Worker
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
-from peagle.ops.row_blocks import RowBlocks
 from peagle.processes import decode, encode
 from tests.peagle.engine.test_interleaving import COMPILED, STOP
 from tests.support.models import models
@@ -71,5 +70,3 @@ def test_an_engine_whose_pages_no_process_holds_whole_hands_nothing_over() -> No
     shape = ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2)
     with pytest.raises(InputError, match="neither takes nor hands over"):
         coordinator.executor(target, None, shape).read_pages(0, [0])
-    with pytest.raises(InputError, match="does not prefill at once"):
-        coordinator.executor(target, None, ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2, RowBlocks(8, 8)))

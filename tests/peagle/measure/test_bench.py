@@ -314,11 +314,11 @@ ARGUMENTS = ("-p", "8", "-n", "3", "-t", "2,1,2", "--context", "6", "--repeats",
 TOP = {"schema", "provenance", "config", "weight_bytes", "tests", "peak_memory_bytes"}
 CONFIG = {
     "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "slots", "drafts", "repeats", "seed",
-    "drafter", "drafter_window", "dtype", "experts", "kernels", "mesh", "steps_per_dispatch", "interrupted", "blocked",
-    "kv_memory_bytes",
+    "drafter", "drafter_window", "dtype", "experts", "kernels", "mesh", "steps_per_dispatch", "interrupted",
+    "prefill_chunk", "kv_memory_bytes",
 }  # fmt: skip
 TEST = {
-    "kind", "size", "context", "slots", "active", "num_speculative_tokens", "blocked", "num_passes", "num_tokens",
+    "kind", "size", "context", "slots", "active", "num_speculative_tokens", "num_passes", "num_tokens",
     "seconds", "tok_per_s", "ms_per_pass", "v", "v_floor", "weight_gb_per_s", "over_one_slot", "cost",
 }  # fmt: skip
 SPREAD = {"median", "lowest", "highest"}
@@ -332,15 +332,14 @@ def run(capsys: pytest.CaptureFixture[str], directories: Directories) -> Run:
 
 
 def test_json_has_every_key(run: Run) -> None:
-    code, out, err = run(*ARGUMENTS, "--prefill", "blocked", "--ffn-blocks", "4", "--json", "-")
+    code, out, err = run(*ARGUMENTS, "--prefill-chunk", "all", "--ffn-blocks", "4", "--json", "-")
     value = json.loads(out)
     assert code == 0
-    assert "pp 8, at once" in err
     assert "verify 2 @ 6" in err  # the table, since standard output is taken
     assert (value["schema"], set(value), set(value["config"])) == (1, TOP, CONFIG)
     assert (value["config"]["dtype"], value["config"]["widths"]) == ("bfloat16", [2, 1, 2])
     assert [(test["kind"], test["size"], test["context"]) for test in value["tests"]] == [
-        ("pp", 8, 0), ("pp", 8, 0), ("tg", 3, 6), ("verify", 1, 6), ("verify", 2, 6)
+        ("pp", 8, 0), ("tg", 3, 6), ("verify", 1, 6), ("verify", 2, 6)
     ]  # fmt: skip
     for test in value["tests"]:
         assert set(test) == TEST
@@ -349,8 +348,7 @@ def test_json_has_every_key(run: Run) -> None:
         verify, decoding = test["kind"] == "verify", test["kind"] == "tg"
         assert (test["v"] is None, test["v_floor"] is None, test["tok_per_s"] is not None) == (not verify,) * 3
         assert (test["weight_gb_per_s"] is not None) == decoding
-    assert [test["blocked"] for test in value["tests"]] == [False, True, False, False, False]
-    assert (value["tests"][3]["v"], value["tests"][3]["v_floor"]) == (1, 1)
+    assert (value["tests"][2]["v"], value["tests"][2]["v_floor"]) == (1, 1)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
@@ -452,8 +450,7 @@ REFUSED = [
     ("-k 2 --drafter absent", "absent does not exist"),
     ("--drafter ngram", "--drafter is given without -k"),
     ("--repeats 0", "--repeats is 0"),
-    ("--ffn-blocks 4", "--ffn-blocks is given.*--prefill blocked"),
-    ("--prefill blocked --ffn-blocks 5", "--ffn-blocks is 5.*divides 128.*1, 2, 4, 8"),
+    ("--ffn-blocks 0", "--ffn-blocks is 0"),
     ("--context 381", f"tg 3 .*takes 385 positions.*at most {MAX_POSITIONS}, the target's"),
     ("-p 385", f"pp 385.*at most {MAX_POSITIONS}"),
     ("-t 379", "verify 379.*385"),

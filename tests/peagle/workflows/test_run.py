@@ -171,10 +171,10 @@ def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: i
     assert run(toy, [from_text("solo")], CONFIG).prefix_cache is None
 
 
-def test_a_prompt_that_is_prefilled_at_once_begins_after_its_known_tokens(pair: Pair) -> None:
+def test_a_prompt_that_is_prefilled_whole_begins_after_its_known_tokens(pair: Pair) -> None:
     prompt = [5 + place % 7 for place in range(70)]
     prompts = [from_ids([*prompt, last]) for last in (3, 4)]
-    config = RunConfig(engine=EngineConfig(K, prefill="blocked"), max_new_tokens=NEW, ignore_eos=True, baseline=False)
+    config = RunConfig(engine=EngineConfig(K, prefill_chunk="all"), max_new_tokens=NEW, ignore_eos=True, baseline=False)
     without = dataclasses.replace(config.engine, prefix_cache="off")
     cold = run(pair, prompts, dataclasses.replace(config, engine=without))
     warm = run(pair, prompts, config)
