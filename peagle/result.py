@@ -7,17 +7,17 @@ readings of time.perf_counter() in seconds, without compilation, because the eng
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from peagle.engine.handle import Handle
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.text.channels import ChannelParser, Delta
-from peagle.text.offsets import TokenOffset, TokenOffsets, starts_character
-from peagle.text.stop_strings import StopStrings
-from peagle.text.tokenizer import Detokenizer, Tokenizer
+from peagle.text.offsets import TokenOffset
+from peagle.text.tokenizer import Tokenizer
 
 LOOPING_ABOVE = 0.3  # the loop share above which an output loops
 LOOP_GRAM = 4
@@ -63,16 +63,11 @@ class Counters:
         k, other_k = self.num_speculative_tokens, other.num_speculative_tokens
         if k != other_k:
             raise ValueError(f"counters of K = {k} and {other_k} cannot be pooled")
-        return Counters(
-            k,
-            tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True)),
-            tuple(a + b for a, b in zip(self.verified, other.verified, strict=True)),
-            self.num_plain_steps + other.num_plain_steps,
-            tuple(a + b for a, b in zip(self.tried, other.tried, strict=True)),
-            self.num_proposed + other.num_proposed,
-            self.num_looked_up + other.num_looked_up,
-            self.num_truncated + other.num_truncated,
-        )
+        sums: list[Any] = [
+            a + b if isinstance(a, int) else tuple(c + d for c, d in zip(a, b, strict=True))
+            for a, b in zip(astuple(self)[1:], astuple(other)[1:], strict=True)
+        ]
+        return Counters(k, *sums)
 
     @property
     def num_steps(self) -> int:
@@ -205,32 +200,46 @@ class Result:
         return (self.loop_share or 0.0) > LOOPING_ABOVE
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
-    """The tokens of a chunk, and the text that they complete.
+    """What a chunk adds to an answer: tokens, and the text that they complete.
 
     parts, if requested: (text, origin) of each token. An accepted draft's origin is its position in the step, from 1;
-    that of the target's own tokens (recovered, bonus, plain) is 0. deltas: the additions to the messages of an answer
-    with parsed channels. shown: the tokens of the text, if channels are not parsed and the request sets logprobs.
-    steps: those that began before the answer's end.
+    that of the target's own tokens (recovered, bonus, plain) is 0.
     """
 
-    token_ids: tuple[int, ...]
-    text: str
-    parts: tuple[tuple[str, int], ...] = ()
-    deltas: tuple[Delta, ...] = ()
-    shown: tuple[TokenOffset, ...] = ()
-    steps: tuple[StepRecord, ...] = ()
+    chunk: TokenChunk
+    token_ids: tuple[int, ...] = ()  # up to the answer's end
+    deltas: Sequence[Delta] = ()
+    parts: Sequence[tuple[str, int]] = ()
+    steps: tuple[StepRecord, ...] = ()  # those that began before the answer's end
+    finish_reason: FinishReason | None = None  # set in the last piece
+    at_stop_token: bool = False  # the last token is a stop token
+    cut: bool = False  # a stop string, or a stop token that is the request's own, ended the answer
+    logprobs: Sequence[TokenLogprobs] = ()  # of all tokens of the answer so far, if the request sets logprobs
+    index: int = 0  # of the answer in a reply
+
+    @property
+    def text(self) -> str:
+        return text_of(self.deltas)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The origin of each token but the stop token."""
+        return origins(self.chunk)[: len(self.token_ids) - self.at_stop_token]
+
+    def logprobs_of(self, delta: Delta) -> list[tuple[TokenOffset, TokenLogprobs]]:
+        return [(token, self.logprobs[token.number]) for token in delta.tokens] if self.logprobs else []
 
 
 class Assembler:
     """Assemble one request's answer from its chunks, and end it before the first stop string.
 
-    `add` returns new text, `result` the figures so far. Tokens are added one by one, so the answer does not depend on
-    how they are divided into chunks. The answer ends with the token that completes a stop string; its text ends before
-    the stop string that begins first. No stop string ends in the first `min_tokens` tokens, as in vLLM. Text that may
-    begin a stop string is held back until that is decided or the request ends. An incomplete character at the end, and
-    the stop token, complete no stop string.
+    `add` returns new text, `result` the figures so far. The answer does not depend on how its tokens are divided into
+    chunks. It ends with the token that completes a stop string; its text ends before the stop string that begins first.
+    No stop string ends in the first `min_tokens` tokens, as in vLLM. Text that may begin a stop string is held back
+    until that is decided or the request ends. An incomplete character at the end, and the stop token, complete no stop
+    string.
     """
 
     def __init__(
@@ -240,28 +249,31 @@ class Assembler:
         tokenizer: Tokenizer | None,
         started_s: float,
         by_token: bool = False,
-        parser: ChannelParser | None = None,
+        channels: bool = False,
+        own_stops: Collection[int] = (),
+        index: int = 0,
     ) -> None:
         """by_token: pieces have parts. Raises InputError for stop strings without a tokenizer.
 
-        parser: of the answer's channels, with the request's stop strings. Pieces then have deltas, and stop strings cut
-        only these; the text is that of all tokens, including control tokens.
+        channels: parse them; otherwise the answer is a single message of content, with control tokens spelled out.
+        own_stops: the request's stop tokens that are not the model's. index: of the answer in a reply.
         """
         refuse_stop_strings_without(tokenizer, request.stop)
         self.request, self.num_speculative_tokens, self.started_s = request, num_speculative_tokens, started_s
         self.finish_reason: FinishReason | None = None
-        self._by_token = by_token
-        self._tokenizer = tokenizer
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._parser = parser
-        self._stop = StopStrings(request.stop) if request.stop and parser is None else None
-        self._places = TokenOffsets() if request.logprobs is not None and parser is None else None
-        self._num_read = self._num_shown = 0  # characters of the text
-        self._first_s: float | None = None
-        self._last_s: float | None = None
+        self.logprobs: list[TokenLogprobs] = []  # of each output token, if requested
+        self._by_token, self._own_stops, self._index = by_token, own_stops, index
+        self._parser: ChannelParser | None = None
+        if tokenizer is not None:
+            self._parser = ChannelParser(
+                tokenizer,
+                request.prompt_ids if channels else (),
+                stop=request.stop,
+                min_tokens=request.sampling.min_tokens,
+                offsets=channels or request.logprobs is not None,
+            )
         self._ids: list[int] = []
-        self._pieces: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._texts: list[str] = []
         self._steps: list[StepRecord] = []
         self._times: list[float] = []
         self._num_cached_tokens = 0
@@ -270,36 +282,32 @@ class Assembler:
     def add(self, chunk: TokenChunk) -> Piece:
         """Add a chunk; the last one also releases text that was held back. Drops chunks after the end."""
         if self.finish_reason is not None:
-            return Piece((), "")
-        at_stop_token = chunk.finish_reason == "stop"
-        token_ids, texts, deltas = self._read(chunk.token_ids[:-1] if at_stop_token else chunk.token_ids)
-        if self.cut:
+            return Piece(chunk)
+        steps, at_stop_token = chunk.steps, chunk.finish_reason == "stop" and bool(chunk.token_ids)
+        token_ids = chunk.token_ids[:-1] if at_stop_token else chunk.token_ids
+        deltas, parts = self._read(chunk, token_ids)
+        if self._parser is not None and self._parser.complete:
+            token_ids, at_stop_token, cut = token_ids[: self._parser.num_tokens - len(self._ids)], False, True
+            end = len(self.request.prompt_ids) + len(self._ids) + len(token_ids) - 1
+            steps = tuple(step for step in steps if step.length < end)
             self.finish_reason = "stop"
         else:
+            token_ids, cut = chunk.token_ids, at_stop_token and chunk.token_ids[-1] in self._own_stops
             self.finish_reason, self._error = chunk.finish_reason, chunk.error
-            token_ids += chunk.token_ids[-1:] if at_stop_token else ()
-            texts += [] if chunk.finish_reason is None else [self._flush()]
-            deltas += [] if chunk.finish_reason is None or self._parser is None else self._parser.finish()
         self._ids += token_ids
-        self._logprobs += chunk.logprobs[: len(token_ids)]
-        steps = tuple(step for step in chunk.steps if self._counts(step))
+        self.logprobs += chunk.logprobs[: len(token_ids)]
         self._steps += steps
         if token_ids:
-            self._first_s = chunk.time_s if self._first_s is None else self._first_s
-            self._last_s = chunk.time_s
             self._times.append(chunk.time_s)
         self._num_cached_tokens += chunk.num_cached_tokens
-        self._pieces.append(text := "".join(texts))
-        parts: tuple[tuple[str, int], ...] = ()
-        if self._by_token and self._detokenizer is not None:
-            positions = [int(origin) if origin.isdigit() else 0 for origin in origins(chunk)]
-            parts = tuple(zip(texts, [*positions, *[0] * len(texts)], strict=False))
-        return Piece(token_ids, text, parts, tuple(deltas), self._shown(text), steps)
+        self._texts.append(text_of(deltas))
+        ends = self.finish_reason, at_stop_token, cut
+        return Piece(chunk, token_ids, deltas, parts, steps, *ends, self.logprobs, self._index)
 
     def close(self) -> str:
         """Release the held-back text of a request that ends unfinished."""
-        text = self._flush() if self.finish_reason is None else ""
-        self._pieces.append(text)
+        text = text_of(self._parser.finish()) if self.finish_reason is None and self._parser is not None else ""
+        self._texts.append(text)
         return text
 
     def result(self) -> Result:
@@ -307,84 +315,35 @@ class Assembler:
             request=self.request,
             num_speculative_tokens=self.num_speculative_tokens,
             output_ids=tuple(self._ids),
-            text=None if self._detokenizer is None else "".join(self._pieces),
+            text=None if self._parser is None else "".join(self._texts),
             finish_reason=self.finish_reason,
             started_s=self.started_s,
-            first_s=self._first_s,
-            last_s=self._last_s,
+            first_s=self._times[0] if self._times else None,
+            last_s=self._times[-1] if self._times else None,
             steps=tuple(self._steps),
-            logprobs=tuple(self._logprobs),
+            logprobs=tuple(self.logprobs),
             num_cached_tokens=self._num_cached_tokens,
             num_reasoning_tokens=0 if self._parser is None else self._parser.num_reasoning_tokens,
             times_s=tuple(self._times),
             error=self._error,
         )
 
-    @property
-    def logprobs(self) -> Sequence[TokenLogprobs]:
-        """Log-probabilities of each output token, if requested."""
-        return self._logprobs
+    def _read(self, chunk: TokenChunk, token_ids: tuple[int, ...]) -> tuple[list[Delta], list[tuple[str, int]]]:
+        """Return (deltas, parts) of a chunk's tokens."""
+        parser, last = self._parser, chunk.finish_reason is not None
+        if parser is None:
+            numbers = range(len(self._ids), len(self._ids) + len(token_ids))
+            tokens = tuple(TokenOffset(number, 0) for number in numbers if self.request.logprobs is not None)
+            return [Delta("content", "", 0, tokens=tokens)] if tokens else [], []
+        if not self._by_token:
+            return parser.add(token_ids, last=last), []
+        by_token = [parser.add((token_id,)) for token_id in token_ids] + ([parser.finish()] if last else [])
+        drafted = [int(origin) if origin.isdigit() else 0 for origin in origins(chunk)[: len(token_ids)]]
+        return [*itertools.chain(*by_token)], [*zip(map(text_of, by_token), [*drafted, 0], strict=False)]
 
-    @property
-    def cut(self) -> bool:
-        return (self._stop is not None and self._stop.complete) or (self._parser is not None and self._parser.complete)
 
-    def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[str], list[Delta]]:
-        """Return (tokens up to the one that completes a stop string, texts that they complete, deltas).
-
-        There is one text per token, or one for all tokens if nothing depends on single tokens.
-        """
-        if self._detokenizer is None:
-            self._place(len(token_ids))
-            return token_ids, [], []
-        if not self.request.stop and not self._by_token and self._places is None:
-            deltas = [] if self._parser is None else self._parser.add(token_ids)
-            return token_ids, [self._detokenizer.add(token_ids)], deltas
-        texts, deltas = [], []
-        for place, token_id in enumerate(token_ids):
-            text = self._decode(token_id)
-            search = len(self._ids) + place >= self.request.sampling.min_tokens
-            texts.append(text if self._stop is None else self._stop.add(text, search))
-            deltas += [] if self._parser is None else self._parser.add((token_id,))
-            if self.cut:
-                return token_ids[: place + 1], texts, deltas
-        return token_ids, texts, deltas
-
-    def _decode(self, token_id: int) -> str:
-        """Return the text that a token completes, and record its position."""
-        assert self._tokenizer is not None
-        assert self._detokenizer is not None
-        begins = starts_character(self._tokenizer.token_bytes(token_id))
-        before = self._detokenizer.flush() if begins else ""
-        self._num_read += len(before)
-        self._place(1)
-        text = self._detokenizer.add((token_id,))
-        self._num_read += len(text)
-        return before + text
-
-    def _place(self, count: int) -> None:
-        """Record the positions of the next tokens, if the request sets logprobs."""
-        if self._places is not None:
-            for _ in range(count):
-                self._places.add(self._num_read)
-
-    def _shown(self, text: str) -> tuple[TokenOffset, ...]:
-        """Return the tokens of a released text; at the answer's end also tokens without text."""
-        if self._places is None:
-            return ()
-        start, self._num_shown = self._num_shown, self._num_shown + len(text)
-        at_end = self.finish_reason is not None and not self.cut
-        return self._places.take(start, None if at_end or self._detokenizer is None else self._num_shown)
-
-    def _counts(self, step: StepRecord) -> bool:
-        """Whether a step began before the answer's end; later steps are dropped."""
-        return not self.cut or step.length < len(self.request.prompt_ids) + len(self._ids) - 1
-
-    def _flush(self) -> str:
-        if self._detokenizer is None:
-            return ""
-        held = "" if self._stop is None else self._stop.flush()
-        return held + self._detokenizer.flush()
+def text_of(deltas: Sequence[Delta]) -> str:
+    return "".join([delta.text for delta in deltas])
 
 
 def origins(chunk: TokenChunk) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The routes of OpenAI's HTTP interface over one engine.
 
 http.py reads and checks a body (bodies.py). request_builder.py makes the engine's requests of it, and engine_loop.py
-runs them. open_answers.py turns their chunks into text; chat.py, completions.py and responses.py write it as a reply or
-as server-sent events.
+runs them. open_answers.py reads their answers; chat.py, completions.py and responses.py write a reply or
+server-sent events.
 """
 
 import dataclasses

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.ops.strict_json import Written
-from peagle.result import Result
+from peagle.result import Piece, Result
 from peagle.serve.bodies import ChatBody, StreamOptions
 from peagle.serve.formatter import ChannelFormatter, ChoicesFormatter, Generation
-from peagle.serve.open_answers import AnswerChunk, OpenAnswers, TokenTexts
+from peagle.serve.open_answers import OpenAnswers, TokenTexts
 from peagle.serve.replies import CallDelta, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, Message
 from peagle.serve.request_builder import notes
 from peagle.serve.shared_state import SharedState
@@ -58,22 +58,22 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
     def _first_choices(self, index: int) -> list[ChatChunkChoice]:
         return [_choice(index, {"role": "assistant", "content": ""})]
 
-    def _chunk_choices(self, chunk: AnswerChunk) -> list[ChatChunkChoice]:
+    def _chunk_choices(self, piece: Piece) -> list[ChatChunkChoice]:
         assert self.tokenizer is not None
-        deltas, custom = self._deltas(chunk), self._custom_calls(chunk.index)
-        if chunk.cut:
-            self._cut.add(chunk.index)
-        self._shown[chunk.index] += deltas
+        deltas, custom = self._deltas(piece), self._custom_calls(piece.index)
+        if piece.cut:
+            self._cut.add(piece.index)
+        self._shown[piece.index] += deltas
         choices = []
         for delta in deltas:
-            choices.append(_choice(chunk.index, _delta(delta, custom)))
-            if entries := self._logprob_entries(chunk, delta):
-                self._entries[chunk.index] += entries
+            choices.append(_choice(piece.index, _delta(delta, custom)))
+            if entries := self._logprob_entries(piece, delta):
+                self._entries[piece.index] += entries
                 choices[-1]["logprobs"] = _logprobs(entries)
         if self.token_origins:
-            tokens = self._texts.setdefault(chunk.index, TokenTexts(self.tokenizer)).of(chunk)
+            tokens = self._texts.setdefault(piece.index, TokenTexts()).of(piece)
             if tokens and not choices:  # control tokens, or text that is held back
-                choices = [_choice(chunk.index, {"content": ""})]
+                choices = [_choice(piece.index, {"content": ""})]
             if tokens:
                 choices[0]["tokens"] = tokens
         return choices

@@ -8,10 +8,10 @@ from typing import Any
 
 from peagle.engine.request import TokenLogprobs
 from peagle.ops.strict_json import Written, number
-from peagle.result import Result
+from peagle.result import Piece, Result
 from peagle.serve.bodies import CompletionBody, StreamOptions
 from peagle.serve.formatter import ChoicesFormatter, Generation
-from peagle.serve.open_answers import AnswerChunk, OpenAnswers
+from peagle.serve.open_answers import OpenAnswers
 from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs
 from peagle.serve.shared_state import SharedState
 from peagle.serve.structured import constraint_field
@@ -69,14 +69,14 @@ class CompletionFormatter(ChoicesFormatter):
             choice["logprobs"] = _columns(rows)
         return [choice]
 
-    def _chunk_choices(self, chunk: AnswerChunk) -> list[CompletionChunkChoice]:
-        return [self._piece(chunk, delta) for delta in chunk.deltas]
+    def _chunk_choices(self, piece: Piece) -> list[CompletionChunkChoice]:
+        return [self._piece(piece, delta) for delta in piece.deltas]
 
-    def _piece(self, chunk: AnswerChunk, delta: Delta) -> CompletionChunkChoice:
-        choice = _choice(chunk.index, delta.text, None)
-        start = len(self.echoed[chunk.index]) if self.echoed else 0
-        if rows := [self._row(logprobs, start + token.offset) for token, logprobs in chunk.logprobs_of(delta)]:
-            self._rows[chunk.index] += rows
+    def _piece(self, piece: Piece, delta: Delta) -> CompletionChunkChoice:
+        choice = _choice(piece.index, delta.text, None)
+        start = len(self.echoed[piece.index]) if self.echoed else 0
+        if rows := [self._row(logprobs, start + token.offset) for token, logprobs in piece.logprobs_of(delta)]:
+            self._rows[piece.index] += rows
             choice["logprobs"] = _columns(rows)
         return choice
 

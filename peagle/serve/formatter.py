@@ -1,4 +1,4 @@
-"""Write the reply to one HTTP request, or its stream of events, from chunks of its answers."""
+"""Write the reply to one HTTP request, or its stream of events, from pieces of its answers."""
 
 import contextlib
 import functools
@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from peagle.engine.request import TokenLogprobs
 from peagle.ops.strict_json import dumps, number
-from peagle.result import Result
+from peagle.result import Piece, Result
 from peagle.serve.bodies import StreamOptions, Tool
 from peagle.serve.errors import ApiError
-from peagle.serve.open_answers import AnswerChunk, OpenAnswers, figures, usage
+from peagle.serve.open_answers import OpenAnswers, figures, usage
 from peagle.serve.replies import Usage
 from peagle.serve.tools import CustomCalls
 from peagle.text.channels import Delta
@@ -24,9 +24,9 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class ResponseFormatter:
-    """Formats the reply of an endpoint. `read` every chunk; then `reply` makes a whole reply.
+    """Formats the reply of an endpoint. `read` every piece; then `reply` makes a whole reply.
 
-    Log-probabilities become JSON as their chunks arrive, since all at the end would block the event loop for seconds.
+    Log-probabilities become JSON as their pieces arrive, since all at the end would block the event loop for seconds.
     """
 
     model: str
@@ -46,11 +46,11 @@ class ResponseFormatter:
         return False
 
     def begin(self) -> str:
-        """Write the events before the first chunk."""
+        """Write the events before the first piece."""
         return ""
 
-    def read(self, chunk: AnswerChunk) -> Sequence[Any]:
-        """Read a chunk of an answer; return the entries of its events."""
+    def read(self, piece: Piece) -> Sequence[Any]:
+        """Read a piece of an answer; return the entries of its events."""
         raise NotImplementedError
 
     def event(self, entry: Any, usage_so_far: Usage | None = None) -> str:
@@ -90,7 +90,7 @@ class ChoicesFormatter(ResponseFormatter):
     """Replies with choices: those of chats and of completions."""
 
     options: StreamOptions = field(default_factory=StreamOptions)
-    _begun: set[int] = field(default_factory=set)  # indices of answers of which a chunk was read
+    _begun: set[int] = field(default_factory=set)  # indices of answers of which a piece was read
 
     kind: ClassVar[str]  # of a reply
     chunk_kind: ClassVar[str]  # of an event
@@ -99,12 +99,12 @@ class ChoicesFormatter(ResponseFormatter):
     def continuous_usage(self) -> bool:
         return self.options.include_usage and self.options.continuous_usage_stats
 
-    def read(self, chunk: AnswerChunk) -> list[Any]:
-        is_first = chunk.index not in self._begun
-        self._begun.add(chunk.index)
-        choices = [*(self._first_choices(chunk.index) if is_first else ()), *self._chunk_choices(chunk)]
-        if chunk.finish_reason is not None:
-            choices.append(self._last_choice(chunk.index, chunk.finish_reason))
+    def read(self, piece: Piece) -> list[Any]:
+        is_first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        choices = [*(self._first_choices(piece.index) if is_first else ()), *self._chunk_choices(piece)]
+        if piece.finish_reason is not None:
+            choices.append(self._last_choice(piece.index, piece.finish_reason))
         return choices
 
     def event(self, entry: Any, usage_so_far: Usage | None = None) -> str:
@@ -125,11 +125,11 @@ class ChoicesFormatter(ResponseFormatter):
         return {**self._head(self.kind), "choices": choices, "usage": usage(results), **figures(results)}
 
     def _first_choices(self, index: int) -> Sequence[Any]:
-        """Make the choices of a stream before an answer's first chunk."""
+        """Make the choices of a stream before an answer's first piece."""
         raise NotImplementedError
 
-    def _chunk_choices(self, chunk: AnswerChunk) -> Sequence[Any]:
-        """Make the choices of a stream for a chunk; none if the chunk shows nothing."""
+    def _chunk_choices(self, piece: Piece) -> Sequence[Any]:
+        """Make the choices of a stream for a piece; none if it shows nothing."""
         raise NotImplementedError
 
     def _last_choice(self, index: int, reason: str) -> Any:
@@ -160,16 +160,16 @@ class ChannelFormatter(ResponseFormatter):
     def _custom_calls(self, index: int) -> CustomCalls:
         return self._custom.setdefault(index, CustomCalls(self.tools))
 
-    def _deltas(self, chunk: AnswerChunk) -> list[Delta]:
+    def _deltas(self, piece: Piece) -> list[Delta]:
         """Return the deltas that the reply shows. Calls of custom tools have inputs in place of arguments."""
-        deltas = self._custom_calls(chunk.index).read(chunk.deltas, at_end=chunk.finish_reason is not None)
+        deltas = self._custom_calls(piece.index).read(piece.deltas, at_end=piece.finish_reason is not None)
         return [delta for delta in deltas if not (self.one_call and delta.call is not None and delta.call.index)]
 
-    def _logprob_entries(self, chunk: AnswerChunk, delta: Delta) -> list[str]:
+    def _logprob_entries(self, piece: Piece, delta: Delta) -> list[str]:
         """Write the log-probabilities of a content delta's tokens, if the request sets logprobs."""
         if delta.kind != "content":
             return []
-        return [self._entry(logprobs) for _, logprobs in chunk.logprobs_of(delta)]
+        return [self._entry(logprobs) for _, logprobs in piece.logprobs_of(delta)]
 
     def _entry(self, entry: TokenLogprobs) -> str:
         best = ", ".join(f"{self._token_json(token)}{number(value)}}}" for token, value in entry.best)
@@ -191,20 +191,20 @@ class Generation:
 
     async def reply(self) -> Mapping[str, Any]:
         """Read the answers to their end, and make the reply."""
-        async with contextlib.aclosing(self.outputs.chunks()) as chunks:
-            async for chunk in chunks:
-                self.formatter.read(chunk)
+        async with contextlib.aclosing(self.outputs.chunks()) as pieces:
+            async for piece in pieces:
+                self.formatter.read(piece)
         return self.formatter.reply(self.outputs.results())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Write the events of a stream. An error becomes an event."""
         formatter, outputs = self.formatter, self.outputs
         try:
-            async with contextlib.aclosing(outputs.chunks()) as chunks:
+            async with contextlib.aclosing(outputs.chunks()) as pieces:
                 if begun := formatter.begin():
                     yield begun
-                async for chunk in chunks:
-                    if entries := formatter.read(chunk):
+                async for piece in pieces:
+                    if entries := formatter.read(piece):
                         usage_so_far = usage(outputs.results()) if formatter.continuous_usage else None
                         yield "".join(formatter.event(entry, usage_so_far) for entry in entries)
             yield formatter.end(outputs.results())

@@ -195,9 +195,9 @@ class AnswerMetrics:
         self._last_s: float | None = None
         self._ended = False
 
-    def add(self, chunk: TokenChunk, piece: Piece) -> None:
-        """Count a chunk, of which `Assembler.add` has made this piece."""
-        metrics, assembler = self._metrics, self._assembler
+    def add(self, piece: Piece) -> None:
+        """Count a piece of the answer."""
+        metrics, assembler, chunk = self._metrics, self._assembler, piece.chunk
         if self._queued_s is None and (chunk.token_ids or chunk.queued_s is not None):
             self._begin(chunk)
         if piece.token_ids:
@@ -209,8 +209,8 @@ class AnswerMetrics:
             self._last_s = chunk.time_s
         if piece.steps:
             metrics.count_steps(Counters.of(piece.steps, assembler.num_speculative_tokens))
-        if assembler.finish_reason is not None:
-            self.end(assembler.finish_reason)
+        if piece.finish_reason is not None:
+            self.end(piece.finish_reason)
 
     def end(self, reason: str) -> None:
         """Count the end of the answer, once. An answer that was cut short has no figures of a whole one."""

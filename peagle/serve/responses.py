@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.ops.strict_json import Written, dumps
-from peagle.result import Result
+from peagle.result import Piece, Result
 from peagle.serve.bodies import (
     Body,
 )
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import ChannelFormatter, Generation
 from peagle.serve.http import check_messages, count_parts
-from peagle.serve.open_answers import AnswerChunk, OpenAnswers, figures, usage
+from peagle.serve.open_answers import OpenAnswers, figures, usage
 from peagle.serve.replies import ResponseEvent, ResponseUsage, Usage
 from peagle.serve.request_builder import notes
 from peagle.serve.response_bodies import (
@@ -154,23 +154,23 @@ class ResponsesFormatter(ChannelFormatter):
         created = self.event({"type": "response.created", "response": response})
         return created + self.event({"type": "response.in_progress", "response": response})
 
-    def read(self, chunk: AnswerChunk) -> list[ResponseEvent]:
-        """Read a chunk of the answer; return its events, which do not have their sequence numbers yet."""
-        self._reason = chunk.finish_reason
+    def read(self, piece: Piece) -> list[ResponseEvent]:
+        """Read a piece of the answer; return its events, which do not have their sequence numbers yet."""
+        self._reason = piece.finish_reason
         events: list[ResponseEvent] = []
-        for delta in self._deltas(chunk):
+        for delta in self._deltas(piece):
             item = self._items[-1] if self._items else None
             if item is None or item.message != delta.message:
                 events += self._end_item("completed")
                 item = self._new_item(delta)
                 events += _added_events(item)
             if delta.text:
-                entries = self._logprob_entries(chunk, delta)
+                entries = self._logprob_entries(piece, delta)
                 item.add(delta.text)
                 item.entries += entries
                 events.append(_delta_event(item, delta.text, entries))
-        if chunk.finish_reason is not None:
-            events += self._end_item("incomplete" if chunk.finish_reason == "length" else "completed")
+        if piece.finish_reason is not None:
+            events += self._end_item("incomplete" if piece.finish_reason == "length" else "completed")
         return events
 
     def reply(self, results: Sequence[Result]) -> dict[str, Any]:

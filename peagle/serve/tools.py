@@ -8,7 +8,6 @@ The model sees a custom tool, whose input is any text, as a function with one te
 """
 
 import collections
-import dataclasses
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -267,7 +266,7 @@ class CustomCalls:
     def _end_call(self) -> list[Delta]:
         delta, text = self._open, _input_of(self._arguments)
         self._open, self._arguments = None, ""
-        return [] if delta is None or not text else [dataclasses.replace(delta, text=text)]
+        return [] if delta is None or not text else [delta._replace(text=text)]
 
 
 def _input_of(arguments: str) -> str:

@@ -27,15 +27,15 @@ Malformed answers raise nothing:
 A stop string counts only within one content message: not in headers, reasoning or calls, nor across messages.
 """
 
-import codecs
 import collections
 import dataclasses
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from peagle.text.offsets import TokenOffset, TokenOffsets, starts_character
+from peagle.text.offsets import AnswerText, TokenOffset
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Tokenizer
 
@@ -66,6 +66,7 @@ _PLAIN = re.compile(
 _STOP = re.compile(r"<\|(?:end|return|call|endoftext)\|>\Z")
 
 Kind = Literal["reasoning", "content", "tool_call"]
+Take = Callable[[int, int], tuple[TokenOffset, ...]]  # `AnswerText.take`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +78,7 @@ class ToolCall:
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """Text of one message of an answer.
 
     message: of the answer's messages, from 0. call: set in every delta of a tool_call, whose first delta has no text.
@@ -98,10 +98,11 @@ def _new_id() -> str:
 
 
 class ChannelParser:
-    """Parse the tokens of one answer.
+    """Turn the tokens of one answer into the text of its messages, which ends before the first stop string.
 
     The joined deltas of a message do not depend on how many tokens a call adds. No delta ends inside a UTF-8 character:
-    its bytes are held back until the rest arrives, or become U+FFFD if the message ends.
+    its bytes are held back until the rest arrives, or become U+FFFD if the message ends. Text that may begin a stop
+    string is held back until that is decided or the message ends.
     """
 
     def __init__(
@@ -111,98 +112,91 @@ class ChannelParser:
         new_id: Callable[[], str] = _new_id,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        offsets: bool = True,
     ) -> None:
-        """new_id: makes the ids of tool calls. stop: the answer ends before the first of these in a content message.
+        """prompt_ids: () for an answer that is a single message of content. new_id: makes the ids of tool calls.
 
-        min_tokens: tokens of the answer in which no stop string may end.
+        stop: the answer ends before the first of these in a content message. min_tokens: tokens of the answer in which
+        no stop string may end. offsets=False: deltas without channels have no tokens.
         """
-        self._tokenizer = tokenizer
-        begun = answer_begun(tokenizer, prompt_ids)
+        begun = answer_begun(tokenizer, prompt_ids) if prompt_ids else ()
         self._control = {token_id: name for name, token_id in control_ids(tokenizer).items()} if begun else {}
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._queue: collections.deque[tuple[str, bool]] = collections.deque()  # (text, whether a control token)
+        self._single, self._offsets, self._min_tokens = not prompt_ids, offsets, min_tokens
+        self._by_token = bool(self._control or stop or offsets)
+        self.num_tokens = 0  # read, up to the one that completes a stop string
         self.num_reasoning_tokens = 0  # without headers; exact if no text is held back
-        self._certain: int | None = None  # characters of the queue that are certain; None: all
-        self._offsets, self._length = TokenOffsets(), 0  # of the answer's text
-        self._num_unsearched = min_tokens
+        self._pieces: collections.deque[tuple[str, bool]] = collections.deque()  # (text, whether a control token)
+        self._room = sys.maxsize  # characters of the pieces that may be passed on
+        self._text = AnswerText(tokenizer)
         self._messages = _Messages(new_id)
-        if begun:
-            self._read(begun)
-            self._consume()
-            self._decoder.reset()
-            self._messages.begin_answer()
-            self._offsets, self._length = TokenOffsets(), 0
-        self._messages.stop_at(stop)
+        for token_id in begun:
+            self._read(token_id)
+        self._text, self._room = AnswerText(tokenizer), 0
+        self._messages.begin_answer(stop, self._text.take)
 
     @property
     def complete(self) -> bool:
         """Whether a stop string has ended the answer. Later tokens are dropped."""
         return self._messages.complete
 
-    def add(self, token_ids: Sequence[int], text: str | None = None) -> list[Delta]:
-        """Return the deltas that these tokens complete.
+    def add(self, token_ids: Sequence[int], text: str | None = None, last: bool = False) -> list[Delta]:
+        """Return the deltas that these tokens complete. last: they are the answer's last ones; nothing is held back.
 
         text: `Piece.text` of peagle.result.Assembler, which holds back text that may begin a stop string; deltas wait
-        for it. None: nothing is held back. Pass it in every call of an answer or in none.
+        for it. None: they wait for nothing. Pass it in every call of an answer or in none.
         """
-        if text is not None:
-            self._certain = (self._certain or 0) + len(text)
-        for token_id in token_ids:
-            self._messages.search, self._num_unsearched = self._num_unsearched <= 0, self._num_unsearched - 1
-            reasoned = self._messages.reasons
-            self._read((token_id,))
-            self._consume()
-            self.num_reasoning_tokens += reasoned and self._messages.reasons
-        self._consume()
-        return self._deltas()
+        messages = self._messages
+        self._room = sys.maxsize if text is None else self._room + len(text)
+        if self._by_token:
+            for token_id in token_ids:
+                if messages.complete:
+                    break
+                messages.search = self.num_tokens >= self._min_tokens
+                self.num_tokens += 1
+                reasoned = messages.reasons
+                self._read(token_id)
+                self.num_reasoning_tokens += reasoned and messages.reasons
+        else:
+            self.num_tokens += len(token_ids)
+            messages.text(self._text.add(token_ids))
+        if last:
+            messages.search = False  # an incomplete character completes no stop string
+            self._pieces.append((self._text.flush(), False))
+        if self._pieces:
+            self._pass_on()
+        if last:
+            messages.finish()
+        deltas = messages.take()
+        if last and self._single and not messages.complete and (rest := self._text.take(0)):  # without text
+            end = deltas.pop() if deltas else Delta("content", "", 0)
+            deltas.append(end._replace(tokens=(*end.tokens, *rest)))
+        return deltas
 
     def finish(self) -> list[Delta]:
         """Return the deltas held back, after the answer's last token."""
-        self._decode(b"", final=True)
-        self._consume()
-        self._messages.finish()
-        return self._deltas()
+        return self.add((), "", last=True)
 
-    def _deltas(self) -> list[Delta]:
-        return [
-            dataclasses.replace(delta, tokens=self._offsets.take(delta.start, delta.start + len(delta.text)))
-            for delta in self._messages.take()
-        ]
+    def _read(self, token_id: int) -> None:
+        text = self._text.read(token_id) if self._offsets else self._text.add((token_id,))
+        name = self._control.get(token_id)
+        if name is None:
+            self._pieces.append((text, False))
+        else:
+            self._pieces += ((text.removesuffix(name), False), (name, True))
+        self._pass_on()
 
-    def _read(self, token_ids: Sequence[int]) -> None:
-        """Queue the tokens' text and control tokens."""
-        for token_id in token_ids:
-            name = self._control.get(token_id)
-            data = b"" if name else self._tokenizer.token_bytes(token_id)
-            if name or starts_character(data):
-                self._decode(b"", final=True)
-            self._offsets.add(self._length)
-            if name is None:
-                self._decode(data, final=False)
-            else:
-                self._queue.append((name, True))
-                self._length += len(name)
-
-    def _decode(self, data: bytes, final: bool) -> None:
-        if text := self._decoder.decode(data, final):
-            self._queue.append((text, False))
-            self._length += len(text)
-
-    def _consume(self) -> None:
-        """Pass the certain text and control tokens of the queue on."""
-        while self._queue:
-            text, is_control = self._queue.popleft()
-            room = len(text) if self._certain is None else min(len(text), self._certain)
-            if is_control and room < len(text):
-                room = 0  # wait for the whole control token
-            if self._certain is not None:
-                self._certain -= room
-            if is_control and room:
-                self._messages.control(text)
-            elif room:
-                self._messages.text(text[:room])
-            if room < len(text):
-                self._queue.appendleft((text[room:], is_control))
+    def _pass_on(self) -> None:
+        """Pass the pieces on for which there is room: a control token as a whole, of a text as much as fits."""
+        while self._pieces:
+            text, is_control = self._pieces.popleft()
+            count = min(len(text), self._room)
+            if is_control and count < len(text):
+                count = 0
+            if count:
+                (self._messages.control if is_control else self._messages.text)(text[:count])
+                self._room -= count
+            if count < len(text):
+                self._pieces.appendleft((text[count:], is_control))
                 return
 
 
@@ -211,11 +205,13 @@ class _Messages:
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
-        self._stop: tuple[str, ...] = ()
+        self._stop: Sequence[str] = ()  # they end the answer in a content message
         self._stop_strings: StopStrings | None = None  # of the open message, if it is content
         self.search = True  # whether a stop string may end in the next text
         self.complete = False
         self._deltas: list[Delta] = []
+        self._new: list[str] = []  # text of the open message that is in no delta yet
+        self._take: Take = lambda *_: ()
         self._num_messages = self._num_calls = 0
         self._open: Delta | None = None  # the message to which text is added, or that a header interrupts
         self._foreign = False  # whether text belongs to a message of another role
@@ -225,26 +221,27 @@ class _Messages:
         self._read_length = 0  # characters of the answer's text that were read
         self._next = 0  # offset of the open message's next character
 
-    def begin_answer(self) -> None:
-        """Drop the prompt's text. A message that the prompt began belongs to the answer; a call keeps its name."""
+    def begin_answer(self, stop: Sequence[str] = (), take: Take = lambda *_: ()) -> None:
+        """Drop the prompt's text. A message that the prompt began belongs to the answer; a call keeps its name.
+
+        From here on, the first of the stop strings in a content message ends the answer, and deltas take their tokens.
+        """
+        self._stop, self._take = stop, take
         self._spelled, self._prompted, self._foreign = "", True, False
         self._read_length = self._next = 0
-        self._deltas = [self._open] if self._open is not None and self._open.call is not None else []
+        self._new, self._deltas = [], []
+        if self._open is not None:
+            self._stop_strings = self._new_stop_strings(self._open.kind)
+            self._deltas = [self._open] if self._open.call is not None else []
 
     @property
     def reasons(self) -> bool:
         """Whether the open message is reasoning, and no header interrupts it."""
         return self._open is not None and self._open.kind == "reasoning" and not self._header
 
-    def stop_at(self, stop: Sequence[str]) -> None:
-        """From here on, end the answer before the first of these strings in a content message."""
-        self._stop = tuple(stop)
-        if self._open is not None:
-            self._stop_strings = self._new_stop_strings(self._open.kind)
-
     def text(self, text: str) -> None:
         self._read_length += len(text)
-        if self.complete:
+        if self.complete or not text:
             return
         if not self._header:
             self._write(text)
@@ -284,6 +281,7 @@ class _Messages:
         self._close()
 
     def take(self) -> list[Delta]:
+        self._end_delta()
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -308,7 +306,8 @@ class _Messages:
     def _close(self) -> None:
         """End the open message, if any; text that only began a stop string belongs to it."""
         if self._open is not None and self._stop_strings is not None:
-            self._put(self._stop_strings.flush())
+            self._new.append(self._stop_strings.flush())
+        self._end_delta()
         self._open, self._foreign = None, False
 
     def _new_stop_strings(self, kind: Kind) -> StopStrings | None:
@@ -327,7 +326,7 @@ class _Messages:
         self._open, self._stop_strings = Delta(kind, "", self._num_messages, call), self._new_stop_strings(kind)
         self._num_messages += 1
         if call is not None:
-            self._deltas.append(dataclasses.replace(self._open, start=self._next))
+            self._deltas.append(self._open._replace(start=self._next))
 
     def _write(self, text: str) -> None:
         """Add the text that was just read to the open message, or to a new one."""
@@ -339,19 +338,16 @@ class _Messages:
         if self._stop_strings is not None:
             text = self._stop_strings.add(text, self.search)
             self.complete = self._stop_strings.complete
-        self._put(text)
+        self._new.append(text)
 
-    def _put(self, text: str) -> None:
-        """Make a delta of the open message's text, or lengthen its last one."""
-        if not text:
-            return
-        assert self._open is not None
-        last = self._deltas[-1] if self._deltas else None
-        if last is not None and last.message == self._open.message and last.text:
-            self._deltas[-1] = dataclasses.replace(last, text=last.text + text)
-        else:
-            self._deltas.append(dataclasses.replace(self._open, text=text, start=self._next))
-        self._next += len(text)
+    def _end_delta(self) -> None:
+        """Make a delta of the open message's new text."""
+        if self._new and (text := "".join(self._new)):
+            assert self._open is not None
+            kind, _, message, call, *_ = self._open
+            start, self._next = self._next, self._next + len(text)
+            self._deltas.append(Delta(kind, text, message, call, start, self._take(start, self._next)))
+            self._new.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,7 +431,7 @@ def _recipient(word: str) -> str | None:
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
-    return all(name in control_ids(tokenizer) for name in REQUIRED)
+    return control_ids(tokenizer).keys() >= {*REQUIRED}
 
 
 def answer_begun(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
+        self._firsts = tuple({string[0] for string in stop})
         self._held = ""  # the longest end of the text that begins a stop string
         self._unsearched = 0  # characters of it in which no stop string may end
         self.complete = False  # whether a stop string has ended the text
@@ -25,17 +26,19 @@ class StopStrings:
         text = self._held + piece
         if not search:
             self._unsearched = len(text)
-        if matches := [start for stop in self._stop if (start := self._find(text, stop)) >= 0]:
+        unsearched = self._unsearched
+        places = [text.find(stop, max(0, unsearched - len(stop) + 1) if unsearched else 0) for stop in self._stop]
+        if matches := [place for place in places if place >= 0]:
             self._held, self.complete = "", True
             return text[: min(matches)]
         longest = max(map(len, self._stop), default=0)
         starts = range(max(0, len(text) - longest + 1), len(text))
-        start = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stop)), len(text))
+        start = next((i for i in starts if text.startswith(self._firsts, i) and self._begins(text[i:])), len(text))
         self._held, self._unsearched = text[start:], max(0, self._unsearched - start)
         return text[:start]
 
-    def _find(self, text: str, stop: str) -> int:
-        return text.find(stop, max(0, self._unsearched - len(stop) + 1))
+    def _begins(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stop)
 
     def flush(self) -> str:
         """Return the text held back, after the end of the text."""

@@ -102,15 +102,21 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._token_bytes = tokenizer.token_bytes
+        self._held = b""  # of a character
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Return the text that these ids complete."""
-        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+        return self._decode(b"".join(map(self._token_bytes, token_ids)))
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        data = self._held + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._held = data[used:]
+        return text
 
 
 def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

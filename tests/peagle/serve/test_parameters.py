@@ -9,13 +9,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.checkpoints import DEMO_DIRECTORY
-from peagle.engine.request import TokenLogprobs
+from peagle.engine.request import Request, TokenChunk, TokenLogprobs
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
-from peagle.result import Result
+from peagle.result import Piece, Result
 from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter
-from peagle.serve.open_answers import AnswerChunk
 from peagle.text.channels import Delta
 from peagle.text.offsets import TokenOffset
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
@@ -356,7 +355,7 @@ def test_offsets_are_those_of_the_text(client: TestClient) -> None:
 def test_a_first_token_that_is_not_in_the_text_has_no_length(tokenizer: ByteLevelTokenizer) -> None:
     form = CompletionFormatter("toy", tokenizer, logprobs=True, echoed=["ab"], prompts=[(0, 97 - 26, 98 - 26)])
     form.prompt_logprobs = [[TokenLogprobs(71, -1.0, ()), TokenLogprobs(72, -1.0, ())]]
-    event = form.event(*form.read(AnswerChunk(0, (), (), {}, None, ())))
+    event = form.event(*form.read(Piece(TokenChunk(Request((0,), 1), (), 0.0))))
     (choice,) = json.loads(event.removeprefix("data: "))["choices"]
     assert choice["logprobs"]["tokens"] == ["<|startoftext|>", "a", "b"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 1]
@@ -374,7 +373,8 @@ def test_token_details_precede_the_end_of_a_reply(
     parts = []
     for place, token in enumerate((71, 72)):
         delta = Delta("content", "?", 0, tokens=(TokenOffset(place, place),))
-        parts.append(AnswerChunk(0, (token,), (delta,), {place: TokenLogprobs(token, -0.25, pairs)}, None, ("plain",)))
+        logprobs = [TokenLogprobs(token, -0.25, pairs)] * (place + 1)
+        parts.append(Piece(TokenChunk(result.request, (token,), 0.0), (token,), (delta,), logprobs=logprobs))
     events = [json.loads(form.event(form.read(part)[-1]).removeprefix("data: ")) for part in parts]
     monkeypatch.setattr("peagle.serve.formatter.number", None)
     (choice,) = json.loads(dumps(form.reply([result])))["choices"]
