@@ -214,7 +214,7 @@ class Piece:
     parts: Sequence[tuple[str, int]] = ()
     steps: tuple[StepRecord, ...] = ()  # those that began before the answer's end
     finish_reason: FinishReason | None = None  # set in the last piece
-    at_stop_token: bool = False  # the last token is a stop token
+    at_stop: bool = False  # the last token is a stop token
     cut: bool = False  # a stop string, or a stop token that is the request's own, ended the answer
     logprobs: Sequence[TokenLogprobs] = ()  # of all tokens of the answer so far, if the request sets logprobs
     index: int = 0  # of the answer in a reply
@@ -226,7 +226,7 @@ class Piece:
     @property
     def origins(self) -> tuple[str, ...]:
         """The origin of each token but the stop token."""
-        return origins(self.chunk)[: len(self.token_ids) - self.at_stop_token]
+        return origins(self.chunk)[: len(self.token_ids) - self.at_stop]
 
     def logprobs_of(self, delta: Delta) -> list[tuple[TokenOffset, TokenLogprobs]]:
         return [(token, self.logprobs[token.number]) for token in delta.tokens] if self.logprobs else []
@@ -283,16 +283,16 @@ class Assembler:
         """Add a chunk; the last one also releases text that was held back. Drops chunks after the end."""
         if self.finish_reason is not None:
             return Piece(chunk)
-        steps, at_stop_token = chunk.steps, chunk.finish_reason == "stop" and bool(chunk.token_ids)
-        token_ids = chunk.token_ids[:-1] if at_stop_token else chunk.token_ids
+        steps, at_stop = chunk.steps, chunk.finish_reason == "stop" and bool(chunk.token_ids)
+        token_ids = chunk.token_ids[:-1] if at_stop else chunk.token_ids
         deltas, parts = self._read(chunk, token_ids)
         if self._parser is not None and self._parser.complete:
-            token_ids, at_stop_token, cut = token_ids[: self._parser.num_tokens - len(self._ids)], False, True
+            token_ids, at_stop, cut = token_ids[: self._parser.num_tokens - len(self._ids)], False, True
             end = len(self.request.prompt_ids) + len(self._ids) + len(token_ids) - 1
             steps = tuple(step for step in steps if step.length < end)
             self.finish_reason = "stop"
         else:
-            token_ids, cut = chunk.token_ids, at_stop_token and chunk.token_ids[-1] in self._own_stops
+            token_ids, cut = chunk.token_ids, at_stop and chunk.token_ids[-1] in self._own_stops
             self.finish_reason, self._error = chunk.finish_reason, chunk.error
         self._ids += token_ids
         self.logprobs += chunk.logprobs[: len(token_ids)]
@@ -301,8 +301,8 @@ class Assembler:
             self._times.append(chunk.time_s)
         self._num_cached_tokens += chunk.num_cached_tokens
         self._texts.append(text_of(deltas))
-        ends = self.finish_reason, at_stop_token, cut
-        return Piece(chunk, token_ids, deltas, parts, steps, *ends, self.logprobs, self._index)
+        ends, index, logprobs = self.finish_reason, self._index, self.logprobs
+        return Piece(chunk, token_ids, deltas, parts, steps, ends, at_stop, cut, logprobs, index)
 
     def close(self) -> str:
         """Release the held-back text of a request that ends unfinished."""

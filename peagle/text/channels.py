@@ -132,7 +132,7 @@ class ChannelParser:
         for token_id in begun:
             self._read(token_id)
         self._text, self._room = AnswerText(tokenizer), 0
-        self._messages.begin_answer(stop, self._text.take)
+        self._messages.begin_answer(stop, self._text.take if offsets else None)
 
     @property
     def complete(self) -> bool:
@@ -211,7 +211,7 @@ class _Messages:
         self.complete = False
         self._deltas: list[Delta] = []
         self._new: list[str] = []  # text of the open message that is in no delta yet
-        self._take: Take = lambda *_: ()
+        self._take: Take | None = None
         self._num_messages = self._num_calls = 0
         self._open: Delta | None = None  # the message to which text is added, or that a header interrupts
         self._foreign = False  # whether text belongs to a message of another role
@@ -221,7 +221,7 @@ class _Messages:
         self._read_length = 0  # characters of the answer's text that were read
         self._next = 0  # offset of the open message's next character
 
-    def begin_answer(self, stop: Sequence[str] = (), take: Take = lambda *_: ()) -> None:
+    def begin_answer(self, stop: Sequence[str] = (), take: Take | None = None) -> None:
         """Drop the prompt's text. A message that the prompt began belongs to the answer; a call keeps its name.
 
         From here on, the first of the stop strings in a content message ends the answer, and deltas take their tokens.
@@ -346,7 +346,8 @@ class _Messages:
             assert self._open is not None
             kind, _, message, call, *_ = self._open
             start, self._next = self._next, self._next + len(text)
-            self._deltas.append(Delta(kind, text, message, call, start, self._take(start, self._next)))
+            tokens = () if self._take is None else self._take(start, self._next)
+            self._deltas.append(Delta(kind, text, message, call, start, tokens))
             self._new.clear()
 
 
