@@ -159,12 +159,14 @@ class ChannelParser:
         else:
             self.num_tokens += len(token_ids)
             messages.text(self._text.add(token_ids))
+        searched = messages.search
         if last:
-            messages.search = False  # an incomplete character completes no stop string
             self._pieces.append((self._text.flush(), False))
+            messages.search = False  # an incomplete character completes no stop string
         if self._pieces:
             self._pass_on()
         if last:
+            messages.search = searched
             messages.finish()
         deltas = messages.take()
         if last and self._single and not messages.complete and (rest := self._text.take(0)):  # without text
@@ -342,13 +344,14 @@ class _Messages:
 
     def _end_delta(self) -> None:
         """Make a delta of the open message's new text."""
-        if self._new and (text := "".join(self._new)):
+        text = "".join(self._new)
+        self._new.clear()
+        if text:
             assert self._open is not None
             kind, _, message, call, *_ = self._open
             start, self._next = self._next, self._next + len(text)
             tokens = () if self._take is None else self._take(start, self._next)
             self._deltas.append(Delta(kind, text, message, call, start, tokens))
-            self._new.clear()
 
 
 @dataclasses.dataclass(frozen=True)
