@@ -17,9 +17,9 @@ _jax_workaround.apply()
 
 if TYPE_CHECKING:
     from peagle.config import EngineConfig, LoadConfig, SamplingParams
-    from peagle.engine.engine import Engine
     from peagle.engine.grammar import Grammar
-    from peagle.engine.handle import EngineError
+    from peagle.engine.host.engine import Engine
+    from peagle.engine.host.handle import EngineError
     from peagle.engine.request import Request, TokenChunk
     from peagle.loading import load
     from peagle.ops.errors import InputError, InputWarning
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # Modules of the public names. They are imported on first use (PEP 562), so that `import peagle` takes milliseconds.
 _MODULES = {
     "peagle.config": ("EngineConfig", "LoadConfig", "SamplingParams"),
-    "peagle.engine.engine": ("Engine",),
+    "peagle.engine.host.engine": ("Engine",),
     "peagle.engine.grammar": ("Grammar",),
-    "peagle.engine.handle": ("EngineError",),
+    "peagle.engine.host.handle": ("EngineError",),
     "peagle.engine.request": ("Request", "TokenChunk"),
     "peagle.loading": ("load",),
     "peagle.ops.errors": ("InputError", "InputWarning"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.drafters.ngram import NGram
-from peagle.engine.speculation import Speculation, read_speculation
+from peagle.engine.auto.speculation import Speculation, read_speculation
 from peagle.hub import OF_DRAFTERS, OF_TARGETS, cached, is_name
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, fingerprint, read_json, weight_files
 from peagle.ops.errors import InputError, InputWarning

@@ -44,7 +44,7 @@ KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
     "Keep the keys and values of prompts and answers for later prompts that begin with them. SIZE: extra memory for "
     "them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it."
 )
-AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to save time (peagle.engine.widths)
+AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to save time (peagle.engine.auto.widths)
 NumDrafts = int | str | None  # K as users say it (`Drafts.parse`)
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
@@ -64,7 +64,7 @@ def read_bias(typed: str) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Drafts:
-    """K, parsed: the most tokens that a step drafts, and whether steps choose how many (peagle.engine.widths)."""
+    """K, parsed: the most tokens that a step drafts, and whether steps choose how many (peagle.engine.auto.widths)."""
 
     most: int
     adaptive: bool = False
@@ -217,9 +217,9 @@ def field_types(kind: type[Any]) -> dict[str, Any]:
 class SamplingParams:
     """How one request is sampled.
 
-    Everything acts on the target's logits, before acceptance: min_tokens, biases and penalties (peagle.engine.adjust),
-    then temperature, top-k, top-p, min-p. Random numbers depend only on (seed, the request's index, position), never on
-    other requests, slot or time.
+    Everything acts on the target's logits, before acceptance: min_tokens, biases and penalties
+    (peagle.engine.step.adjust), then temperature, top-k, top-p, min-p. Random numbers depend only on (seed, the
+    request's index, position), never on other requests, slot or time.
     """
 
     temperature: Annotated[float, Flag(SAMPLING, "T")] = 0.0
@@ -279,7 +279,7 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether `peagle.engine.adjust` changes the target's logits."""
+        """Whether `peagle.engine.step.adjust` changes the target's logits."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0

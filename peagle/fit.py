@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from peagle.config import AUTO, check_block
-from peagle.engine.speculation import OFF, SPECULATION_FILE, read_window
+from peagle.engine.auto.speculation import OFF, SPECULATION_FILE, read_window
 from peagle.ops.checkpoint import Checkpoint
 from peagle.ops.errors import InputError, InputWarning
 

@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from peagle.checkpoints import DEMO, WEIGHTLESS, another_target, drafter_path, resolve, speculation_of
 from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK, DtypeName, ExpertsChoice, KernelsChoice, Reduction
-from peagle.engine.handoff import Fingerprints
-from peagle.engine.remote import Coordinator
+from peagle.engine.devices.remote import Coordinator
+from peagle.engine.host.handoff import Fingerprints
 from peagle.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
 from peagle.ops import cuda
 from peagle.ops.attention import CacheGroup
@@ -377,7 +377,7 @@ def drafter_over(drafter: Drafter | None, mesh: Mesh) -> Drafter | None:
 
 
 def _digest(*parts: object) -> str:
-    """Hash values that must be equal on both sides of a hand-off (peagle.engine.handoff)."""
+    """Hash values that must be equal on both sides of a hand-off (peagle.engine.host.handoff)."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

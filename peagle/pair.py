@@ -21,14 +21,14 @@ import jax
 
 from peagle.config import DEFAULT_CHUNK, AnswerConfig, Drafts, EngineConfig, NumDrafts, SamplingParams, configs_of
 from peagle.drafters.ngram import NGram
-from peagle.engine.engines import Engines, FreeMemory, ReplicaModels
+from peagle.engine.auto.speculation import Speculation
+from peagle.engine.devices.engines import Engines, FreeMemory, ReplicaModels
+from peagle.engine.devices.remote import Coordinator
 from peagle.engine.grammar import Grammar
-from peagle.engine.handoff import Fingerprints
-from peagle.engine.loop import AnyEngine
-from peagle.engine.remote import Coordinator
+from peagle.engine.host.handoff import Fingerprints
+from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
-from peagle.engine.speculation import Speculation
 from peagle.grammar_compiler import Grammars
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter, Target
@@ -272,5 +272,5 @@ class Pair:
         return min(rounded, self.max_positions)
 
     def engine(self, config: EngineConfig) -> AnyEngine:
-        """Return the engine of a config; equal configs share one (`peagle.engine.engines.Engines.get`)."""
+        """Return the engine of a config; equal configs share one (`peagle.engine.devices.engines.Engines.get`)."""
         return self.engines.get(config if isinstance(config, ResolvedConfig) else self.resolve(config))

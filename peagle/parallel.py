@@ -14,7 +14,7 @@ sharded by vocabulary.
       gather               -+--+--+--+-    once
     logits                the same on every rank
 
-dp is the number of such meshes, each with a copy of the target and its own engine (peagle.engine.replicas).
+dp is the number of such meshes, each with a copy of the target and its own engine (peagle.engine.devices.replicas).
 """
 
 import concurrent.futures

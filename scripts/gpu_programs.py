@@ -29,11 +29,11 @@ import numpy as np
 from jax.experimental import topologies
 
 from peagle.config import AUTO
-from peagle.engine import programs
-from peagle.engine.engine import Engine
-from peagle.engine.pass_plans import chunk_plan
+from peagle.engine.host import programs
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.pass_plans import chunk_plan
 from peagle.engine.request import Request
-from peagle.engine.state import SlotParams
+from peagle.engine.step.state import SlotParams
 from peagle.measure.sweep.plan import parse_ks
 from peagle.ops import cuda
 from peagle.ops.cuda import graphs

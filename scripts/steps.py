@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from peagle.config import NumDrafts, SamplingParams
-from peagle.engine.loop import AnyEngine
+from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request, StepRecord
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
@@ -61,7 +61,7 @@ def steady(engine: AnyEngine, requests: Sequence[Request]) -> Steady:
 def synthetic_engine(
     pair: Pair, k: NumDrafts, slots: int, rate: float, prompt_tokens: int = PROMPT_TOKENS
 ) -> AnyEngine:
-    """Make an engine in which draft i is accepted at rate^i (peagle.engine.accept.draw_synthetic)."""
+    """Make an engine in which draft i is accepted at rate^i (peagle.engine.step.accept.draw_synthetic)."""
     rates = (rate,) if k else None
     context = min(prompt_tokens + 512, pair.max_positions)
     # prompts in one chunk: steps between chunks would decode the first request without the others

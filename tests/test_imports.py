@@ -2,6 +2,7 @@
 
 ops <- target, drafter
 ops <- protocols <- config <- engine, drafters, text <- result <- pair <- loading <- measure <- workflows <- cli
+in the engine: auto <- request, resolved <- memory, step <- host <- devices
 protocols <- parallel, processes <- loading
 measure <- serve <- cluster <- cli; serve loads no checkpoints
 """
@@ -18,6 +19,10 @@ OURS = (*PACKAGES, "scripts", "tests", "results")
 ROOTS = ("peagle.cli", "peagle.__main__")  # where everything is put together
 _BENEATH = ("peagle.ops", "peagle.protocols")
 _ANSWERS = (*_BENEATH, "peagle.config", "peagle.engine", "peagle.text", "peagle.result")
+_AUTO = "peagle.engine.auto"
+_SHARED = ("peagle.engine.grammar", "peagle.engine.json_schema", "peagle.engine.request", "peagle.engine.resolved")
+_FLOOR = (*_BENEATH, "peagle.config", _AUTO, *_SHARED)
+_HOST = (*_FLOOR, "peagle.engine.memory", "peagle.engine.step")
 _PAIR = (*_ANSWERS, "peagle.drafters", "peagle.stream", "peagle.grammar_compiler", "peagle.pair")
 _MODELS = ("target", "drafter")
 _LOADING = (*_PAIR, "peagle.checkpoints", "peagle.fit", "peagle.loading")
@@ -28,7 +33,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "drafter": ("peagle.ops",),
     "peagle.protocols": ("peagle.ops",),
     "peagle.config": _BENEATH,
-    "peagle.engine": (*_BENEATH, "peagle.config"),
+    _AUTO: _BENEATH,
+    **dict.fromkeys(_SHARED, _FLOOR),
+    "peagle.engine.memory": _FLOOR,
+    "peagle.engine.step": _FLOOR,
+    "peagle.engine.host": _HOST,
+    "peagle.engine.devices": (*_HOST, "peagle.engine.host"),
+    "peagle.engine.naive": (*_FLOOR, "peagle.engine.step"),
     "peagle.drafters": _BENEATH,
     "peagle.text": _BENEATH,
     "peagle.result": (*_BENEATH, "peagle.engine", "peagle.text"),
@@ -39,7 +50,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.processes": _BENEATH,
     "peagle.hub": ("peagle.ops",),
     "peagle.checkpoints": (*_PAIR, "peagle.hub", *_MODELS),
-    "peagle.fit": (*_BENEATH, "peagle.config", "peagle.engine.speculation", "peagle.engine.widths", *_MODELS),
+    "peagle.fit": (*_BENEATH, "peagle.config", "peagle.engine.auto.speculation", "peagle.engine.auto.widths", *_MODELS),
     "peagle.loading": (*_LOADING, "peagle.parallel", *_MODELS),
     "peagle.measure": _LOADING,
     "peagle.serve": (*_PAIR, "peagle.measure"),
@@ -124,15 +135,19 @@ def test_every_file_keeps_the_order() -> None:
         ("drafter/model.py", "import target"),
         ("drafter/model.py", "from drafter.train import loop"),
         ("drafter/model.py", "from .train import loop"),
-        ("drafter/train/loop.py", "from peagle.engine.engine import Engine"),
-        ("peagle/protocols.py", "from peagle.engine.state import Prefix"),
-        ("peagle/engine/engine.py", "from target.model import GptOss"),
-        ("peagle/engine/engine.py", "import importlib\nimportlib.import_module('drafter.model')"),
-        ("peagle/engine/engine.py", "from peagle.cli import main"),
-        ("peagle/engine/engine.py", "from peagle.loading import load"),
-        ("peagle/engine/engine.py", "from peagle.result import Result"),
-        ("peagle/engine/engine.py", "from ..text.tokenizer import Tokenizer"),
-        ("peagle/engine/step.py", "def f():\n    from peagle.drafters.ngram import NGram"),
+        ("drafter/train/loop.py", "from peagle.engine.host.engine import Engine"),
+        ("peagle/protocols.py", "from peagle.engine.step.state import Prefix"),
+        ("peagle/engine/host/engine.py", "from target.model import GptOss"),
+        ("peagle/engine/host/engine.py", "import importlib\nimportlib.import_module('drafter.model')"),
+        ("peagle/engine/host/engine.py", "from peagle.cli import main"),
+        ("peagle/engine/host/engine.py", "from peagle.loading import load"),
+        ("peagle/engine/host/engine.py", "from peagle.result import Result"),
+        ("peagle/engine/host/engine.py", "from ..text.tokenizer import Tokenizer"),
+        ("peagle/engine/auto/widths.py", "from peagle.engine.request import Request"),
+        ("peagle/engine/step/step.py", "from peagle.engine.memory.pages import PagePool"),
+        ("peagle/engine/memory/kv_memory.py", "from peagle.engine.host.handle import Handle"),
+        ("peagle/engine/host/engine.py", "from peagle.engine.devices.replicas import Replicas"),
+        ("peagle/engine/step/step.py", "def f():\n    from peagle.drafters.ngram import NGram"),
         ("peagle/drafters/ngram.py", "from peagle.engine.request import Request"),
         ("peagle/drafters/ngram.py", "from drafter.propose import PEagle"),
         ("peagle/text/tokenizer.py", "from peagle.engine.request import Request"),
@@ -142,7 +157,7 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/measure/bench.py", "from target.model import GptOss"),
         ("peagle/measure/bench.py", "from peagle.workflows.run import run"),
         ("peagle/parallel.py", "from target.shard import Part"),
-        ("peagle/engine/engine.py", "from peagle.parallel import Sharded"),
+        ("peagle/engine/host/engine.py", "from peagle.parallel import Sharded"),
         ("peagle/loading.py", "from peagle.workflows.run import run"),
         ("peagle/loading.py", "from drafter.train.shards import read_shard"),
         ("peagle/__init__.py", "from target.model import GptOss"),
@@ -171,8 +186,11 @@ def test_forbidden_import_is_reported(path: str, source: str) -> None:
         ("peagle/ops/expert_matmul/api.py", "from . import reference"),
         ("target/model.py", "from peagle.ops.norm import rms_norm\nfrom .params import TargetParams"),
         ("drafter/train/loop.py", "import optax\nfrom drafter.model import forward\nfrom . import loss"),
-        ("peagle/engine/engine.py", "from peagle.engine.step import step\nfrom peagle.protocols import Target"),
-        ("peagle/engine/programs.py", "from peagle.engine import prefill\nfrom peagle.ops import native"),
+        (
+            "peagle/engine/host/engine.py",
+            "from peagle.engine.step.step import step\nimport peagle.protocols",
+        ),
+        ("peagle/engine/host/programs.py", "from peagle.engine.step import prefill\nfrom peagle.ops import native"),
         (
             "peagle/drafters/ngram.py",
             "from peagle.ops.messages import DraftOutput\nfrom peagle.protocols import Drafter",
@@ -180,12 +198,15 @@ def test_forbidden_import_is_reported(path: str, source: str) -> None:
         ("peagle/text/prompts.py", "from peagle.text.tokenizer import Tokenizer"),
         ("peagle/result.py", "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer"),
         ("peagle/workflows/run.py", "from peagle.pair import Pair\nfrom target.model import GptOss"),
-        ("peagle/serve/engine_loop.py", "from peagle.engine.engine import Engine\nfrom peagle.result import Result"),
+        (
+            "peagle/serve/engine_loop.py",
+            "import peagle.engine.host.engine\nfrom peagle.result import Result",
+        ),
         ("peagle/cluster/deployments.py", "from peagle.loading import load\nfrom peagle.serve.app import create_app"),
         ("peagle/cli/serve.py", "from peagle.serve.app import create_app"),
         ("peagle/__init__.py", "from peagle.loading import load"),
         ("peagle/loading.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),
-        ("peagle/cli.py", "from target.load import load_target\nimport drafter.train.loop, peagle.engine.engine"),
+        ("peagle/cli.py", "from target.load import load_target\nimport drafter.train.loop, peagle.engine.host.engine"),
         ("peagle/cli/speculate.py", "from target import load"),
     ],
 )

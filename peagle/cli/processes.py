@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from peagle.cli.command import record
 from peagle.cli.output import say
 from peagle.config import LoadConfig
-from peagle.engine.remote import Coordinator
+from peagle.engine.devices.remote import Coordinator
 from peagle.loading import load as load_models
 from peagle.loading import resolve_layout
 from peagle.ops import interrupt, native

@@ -25,9 +25,9 @@ from peagle.checkpoints import (
 from peagle.cli.info import Info
 from peagle.cli.output import show_lines
 from peagle.config import AUTO, DEFAULT_CHUNK
-from peagle.engine.kv_memory import Sizing, page_bytes
+from peagle.engine.auto.speculation import SPECULATION_FILE
+from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, shared_slots
-from peagle.engine.speculation import SPECULATION_FILE
 from peagle.fit import aux_layers_warning, chosen_window, describe_aux_layers, fitting_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools

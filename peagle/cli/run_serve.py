@@ -16,7 +16,7 @@ from peagle.cli.models import check_slots, chosen_context, chosen_models, load_p
 from peagle.cli.output import say
 from peagle.cli.serve import Serve, Served
 from peagle.engine.grammar import Grammar
-from peagle.engine.loop import AnyEngine
+from peagle.engine.host.loop import AnyEngine
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of

@@ -33,7 +33,7 @@ from peagle.cli.display import Display, duration
 from peagle.cli.output import say
 from peagle.cli.train import RESUMABLE, Train
 from peagle.config import AUTO, check_block
-from peagle.engine.speculation import SPECULATION_FILE, WINDOW_KEY
+from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.loading import default_dtype, load
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt

@@ -32,7 +32,7 @@ class Affinity(Generic[Replica]):
         """Choose the replica that has more than half of a prompt; None if there is none, or it is too busy.
 
         num_open: open requests by live replica. A replica with more than twice the open requests of another is too
-        busy, since all requests may share a prefix (peagle.engine.replicas has the same rule).
+        busy, since all requests may share a prefix (peagle.engine.devices.replicas has the same rule).
         """
         known, preferred = 0, None
         for count, block in enumerate(_blocks(prompt_ids), 1):

@@ -27,7 +27,7 @@ from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.cluster.fleet import Fleet, FleetEngine, ReplicaLost
 from peagle.cluster.router import PrefixRouter
 from peagle.engine.grammar import PortableGrammar
-from peagle.engine.handoff import parse
+from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
 from peagle.loading import load

@@ -1,7 +1,7 @@
 """Structured output: grammars, their compilation, and the state of a request's grammar. Host only, without NumPy.
 
 A Grammar describes an answer's text. A Vocabulary, the bytes of a target's tokens, compiles it by llguidance. Each
-request has a Matcher, which reads the emitted tokens and gives the masks of a step (peagle.engine.masks).
+request has a Matcher, which reads the emitted tokens and gives the masks of a step (peagle.engine.step.masks).
 """
 
 import collections

@@ -10,7 +10,7 @@
                next pass overwrites them
 
 The engine does the same on the device, for many requests at once, with shared pages and steps in flight
-(peagle.engine.step). tests/peagle/engine/test_naive.py compares the two. peagle/protocols.py has a worked example.
+(peagle.engine.step.step). tests/peagle/engine/test_naive.py compares the two. peagle/protocols.py has a worked example.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from peagle.engine.request import Request
-from peagle.engine.sampling import choose, draw_keys
-from peagle.engine.state import SlotParams
+from peagle.engine.step.sampling import choose, draw_keys
+from peagle.engine.step.state import SlotParams
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import Chosen, DrafterInput, DraftOutput
 from peagle.protocols import Drafter, PyTree, Target

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
+from peagle.engine.auto.widths import Counts
 from peagle.engine.request import Request
-from peagle.engine.widths import Counts
 from peagle.ops.errors import InputError
 
 MOST_RESERVED = 8192  # positions per slot that default memory holds; longer requests share it
@@ -23,14 +23,14 @@ class ResolvedConfig(EngineConfig):
     kv_memory            None: for the context of every slot, MOST_RESERVED positions at most
     steps_per_dispatch   changes when tokens reach the host, never which tokens
     adaptive             steps choose how many drafts to verify, num_drafts at most, by costs measured
-                         at warm-up (peagle.engine.widths)
+                         at warm-up (peagle.engine.auto.widths)
     counts               the acceptance that adaptive steps start from
     k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
     mask_budget_s        processor time of a request's masks in a step. A request whose masks take longer stops
                          drafting. After most_slow_masks such steps in a row it fails, because every other request
                          waits for it
     role                 "prefill" computes prompts and their first tokens, and hands the requests over; "decode"
-                         takes them (peagle.engine.handoff)
+                         takes them (peagle.engine.host.handoff)
     """
 
     num_speculative_tokens: int = 0

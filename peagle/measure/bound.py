@@ -8,7 +8,7 @@ draft is accepted with a probability of at most (arXiv 2211.17192)
     best       max p            if it is the target's likeliest token
 
 So 1 - max p is the target's own uncertainty: training can raise a drafter's p(d) at most to max p. (The drafts of
-`peagle.engine.accept` are drawn by the target's own noise; they reach between o / (2 - o) and o = sum min(p, q).)
+`peagle.engine.step.accept` are drawn by the target's own noise; they reach between o / (2 - o) and o = sum min(p, q).)
 
 Teacher forcing recomputes these figures at the positions that acceptance counts: those of drafts that a step verified
 after it had accepted all drafts before them.
@@ -25,7 +25,7 @@ import numpy as np
 
 from peagle.config import SamplingParams
 from peagle.engine.request import fold_seed
-from peagle.engine.sampling import RowSampling, probabilities
+from peagle.engine.step.sampling import RowSampling, probabilities
 from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target
 from peagle.result import Result
@@ -136,7 +136,7 @@ class _Replay:
         widest = max(CHUNK, 2 * k)
         self._state = drafter.init_state(1, _capacity(len(text) + k + 1), widest)
         self._absorbed = 0
-        # drafts are drawn at the request's temperature, without its top_k, top_p and min_p (peagle.engine.propose)
+        # drafts are drawn at the request's temperature, without its top_k, top_p and min_p (peagle.engine.step.propose)
         self._sampling = _row(SamplingParams(sampling.temperature, seed=sampling.seed))
 
     def step(self, length: int, width: int, probs: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:

@@ -1,8 +1,8 @@
 """Break down the time of a step: run some steps under JAX's profiler and sum up its trace.
 
 The trace times the operations of the compiled programs; a program's text says to which part of the step an operation
-belongs (peagle.engine.step). Parts that run at once share the time equally. Time without operations is the runtime's if
-a program is running, else the host's.
+belongs (peagle.engine.step.step). Parts that run at once share the time equally. Time without operations is the
+runtime's if a program is running, else the host's.
 """
 
 import dataclasses
@@ -14,17 +14,17 @@ from pathlib import Path
 
 import jax
 
-from peagle.engine.engine import Engine
-from peagle.engine.loop import AnyEngine
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request
-from peagle.engine.step import PARTS
+from peagle.engine.step.step import PARTS
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 
 BETWEEN, HOST = "between operations", "host gap"
 IN_PROGRAM, OTHER_PROGRAM = "in a program", "in another program"  # of spans that belong to no part
 MOST_TOKENS = 96  # that a request decodes under the profiler, because traces are large
-STEPS = "jit__steps"  # prefix of the module names of peagle.engine.programs.steps_program
+STEPS = "jit__steps"  # prefix of the module names of peagle.engine.host.programs.steps_program
 CONTAINERS = re.compile(r"^(while|call|conditional)\b")  # operations that contain others
 _MODULE = re.compile(r"HloModule ([^,\s]+)")
 _METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from peagle.engine.grammar import GrammarError
-from peagle.engine.handle import Handle
-from peagle.engine.handoff import HandOff
-from peagle.engine.loop import AnyEngine
+from peagle.engine.host.handle import Handle
+from peagle.engine.host.handoff import HandOff
+from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.serve.errors import ApiError

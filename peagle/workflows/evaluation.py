@@ -10,7 +10,7 @@ from drafter.params import DrafterParams
 from drafter.propose import drafter_of
 from drafter.train.shards import Document
 from peagle.config import SamplingParams
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.measure.metrics import pooled_counters
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError

@@ -18,7 +18,7 @@ from drafter.train.folder import COMMAND, LOG, read_log
 from drafter.trained import DRAFTER, RECIPE, read_record, recorded_coverage
 from drafter.vocabulary import FREQUENT_TOKENS, Coverage
 from peagle.checkpoints import DEMO, name_for_others, target_folder
-from peagle.engine.speculation import SPECULATION_FILE
+from peagle.engine.auto.speculation import SPECULATION_FILE
 from peagle.fit import check_fit, describe_windows
 from peagle.measure.metrics import figure_text
 from peagle.ops.errors import InputError

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from peagle.config import GPU_CHUNK
-from peagle.engine.kv_memory import Sizing, page_bytes
+from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import CacheGroup, Pages, init_pools
 from peagle.ops.errors import InputError

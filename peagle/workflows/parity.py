@@ -23,7 +23,7 @@ from drafter.load import STORE_OFFSETS
 from drafter.params import DrafterParams
 from drafter.propose import AnyDrafter, DFlash, PEagle
 from drafter.vocabulary import Coverage, coverage
-from peagle.engine.speculation import OFF, SPECULATION_FILE, WINDOW_KEY
+from peagle.engine.auto.speculation import OFF, SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.estimates import estimate, ratio
 from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.config import Drafts, EngineConfig, SamplingParams
-from peagle.engine.handle import Handle
-from peagle.engine.kv_memory import PrefixCacheUse
-from peagle.engine.loop import AnyEngine
+from peagle.engine.auto.widths import CostTable
+from peagle.engine.host.handle import Handle
+from peagle.engine.host.loop import AnyEngine
+from peagle.engine.memory.kv_memory import PrefixCacheUse
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.widths import CostTable
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile

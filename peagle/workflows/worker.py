@@ -1,6 +1,6 @@
 """Work for process 0: load this process's ranks of the models, and run the verbs of its engines."""
 
-from peagle.engine.remote import Worker
+from peagle.engine.devices.remote import Worker
 from peagle.loading import load
 from peagle.measure.logprobs import top_2_margin
 from peagle.ops import interrupt, native

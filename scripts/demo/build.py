@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
-from peagle.engine.speculation import SPECULATION_FILE, WINDOW_KEY
+from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.ops.checkpoint import CONFIG
 from peagle.ops.strict_json import dumps
 from peagle.workflows.frequent_tokens import list_frequent_tokens

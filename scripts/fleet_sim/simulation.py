@@ -20,9 +20,9 @@ import numpy as np
 import pydantic.dataclasses
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter
 
-from peagle.engine import scheduler
+from peagle.engine.host import scheduler
+from peagle.engine.host.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.ops.errors import InputError
 from scripts.fleet_sim.costs import Cost, Costs, Size, refused_in_words
 
@@ -133,7 +133,7 @@ class _Sent:
 
 @dataclass(eq=False)
 class _Replica:
-    """The loop of one engine (peagle.engine.engine.Engine)."""
+    """The loop of one engine (peagle.engine.host.engine.Engine)."""
 
     costs: Costs
     slots: int

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
-from peagle.engine.replicas import Replicas
+from peagle.engine.devices.replicas import Replicas
+from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import load_over

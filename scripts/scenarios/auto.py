@@ -4,7 +4,7 @@
 
 Every size has a P-EAGLE of four layers, and at least four target layers. Draft i is accepted at rate^i in the mean; the
 chance of one draft is drawn, and its confidence is that chance, off by up to a tenth
-(peagle.engine.accept.draw_synthetic). Engines decode the same random requests in turns.
+(peagle.engine.step.accept.draw_synthetic). Engines decode the same random requests in turns.
 
 Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.config import AUTO, SamplingParams
-from peagle.engine.accept import NOISE
 from peagle.engine.request import Request
+from peagle.engine.step.accept import NOISE
 from peagle.loading import load
 from peagle.measure.reports import Block
 from peagle.ops.errors import InputError, InputWarning

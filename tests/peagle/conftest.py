@@ -12,7 +12,7 @@ from cyclopts.argument import ArgumentCollection
 
 import peagle.loading
 from peagle.cli import display
-from peagle.engine.step_batches import StepBatches
+from peagle.engine.host.step_batches import StepBatches
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
 from tests.support.pairs import Directories, toy_pair, write_drafter, write_target, write_tokenizer

@@ -24,9 +24,9 @@ from drafter.train.step import devices_for
 from peagle import loading
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
-from peagle.engine.handoff import parse
-from peagle.engine.replicas import Replicas
+from peagle.engine.devices.replicas import Replicas
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import load, load_over

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer

@@ -13,7 +13,7 @@ import pytest
 
 import peagle
 from peagle.config import SamplingParams
-from peagle.engine.handoff import parse
+from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.ops import native
 from peagle.ops.errors import InputError

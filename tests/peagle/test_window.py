@@ -15,7 +15,7 @@ from drafter.load import save_drafter
 from drafter.propose import Eagle3, PEagle
 from peagle.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM
 from peagle.cli import main
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import with_drafter

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peagle.checkpoints import DEMO, resolve
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.measure.reports import markdown
 from peagle.ops.errors import InputError
 from peagle.text.tokenizer import load_tokenizer

@@ -12,9 +12,9 @@ import pytest
 
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import AnyDrafter, drafter_of
-from peagle.engine.engine import Engine
-from peagle.engine.pages import PageTable
-from peagle.engine.pass_plans import chunk_plan
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.pass_plans import chunk_plan
+from peagle.engine.memory.pages import PageTable
 from peagle.engine.request import Request, StepRecord, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops import native

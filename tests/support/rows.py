@@ -8,8 +8,8 @@ import numpy as np
 
 from peagle.config import SamplingParams
 from peagle.engine.request import Request
-from peagle.engine.sampling import RowSampling
-from peagle.engine.state import SlotParams
+from peagle.engine.step.sampling import RowSampling
+from peagle.engine.step.state import SlotParams
 
 
 def rows_of(params: Sequence[SamplingParams]) -> RowSampling:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from peagle.engine.engine import Engine
+from peagle.engine.auto.widths import CostTable
+from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request, StepRecord
-from peagle.engine.state import DecodeState
-from peagle.engine.widths import CostTable
+from peagle.engine.step.state import DecodeState
 from peagle.ops.attention import CacheGroup, PagedCache, group_layers
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, VerifyOutput, likeliest_of
 from peagle.ops.rope import RopeConfig, Yarn

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from peagle.engine import programs
+from peagle.engine.host import programs
 from peagle.ops import cuda, kernels
 from peagle.ops.cuda import CudaError, graphs
 from peagle.ops.cuda.self_test import random_halves

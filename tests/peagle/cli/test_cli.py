@@ -17,9 +17,9 @@ import pytest
 from peagle.cli import run_speculate
 from peagle.cli.display import Display
 from peagle.cli.results import speedup_text
+from peagle.engine.auto.widths import CostTable
+from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request
-from peagle.engine.warmup import WarmUp
-from peagle.engine.widths import CostTable
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from peagle.workflows.run import MOST_ROUNDS, RunConfig, run

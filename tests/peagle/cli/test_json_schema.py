@@ -9,7 +9,7 @@ import pytest
 
 from peagle.cli.results import dumps, report, trace_lines
 from peagle.config import EngineConfig
-from peagle.engine.speculation import Speculation
+from peagle.engine.auto.speculation import Speculation
 from peagle.measure.provenance import TUNING, provenance, tuning
 from peagle.ops import jax_workaround
 from peagle.pair import Pair

@@ -14,7 +14,7 @@ import pytest
 import peagle.cli.processes
 from peagle.cli import main
 from peagle.config import SamplingParams
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError

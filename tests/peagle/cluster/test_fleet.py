@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.cluster.fleet import LOADING, LOST, LOST_PROMPT, Fleet, FleetEngine, ReplicaLost
-from peagle.engine.handoff import parse
+from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from peagle.config import EngineConfig, SamplingParams
-from peagle.engine.accept import NOISE, Acceptance, accept, draw_synthetic
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.sampling import RowSampling, choose
+from peagle.engine.step.accept import NOISE, Acceptance, accept, draw_synthetic
+from peagle.engine.step.sampling import RowSampling, choose
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from tests.support.rows import rows_of

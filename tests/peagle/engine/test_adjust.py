@@ -12,15 +12,15 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 
 from peagle.config import MOST_LOGPROBS, SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.adjust import Adjustments, adjust
-from peagle.engine.engine import Engine
-from peagle.engine.executor import Executor
-from peagle.engine.masks import MASK_BITS
-from peagle.engine.pass_plans import chunk_plan, step_plan
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.executor import Executor
+from peagle.engine.host.pass_plans import chunk_plan, step_plan
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.state import SlotParams
-from peagle.engine.step_kinds import StepKind
+from peagle.engine.step.adjust import Adjustments, adjust
+from peagle.engine.step.masks import MASK_BITS
+from peagle.engine.step.state import SlotParams
+from peagle.engine.step.step_kinds import StepKind
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from target.model import GptOss, forward

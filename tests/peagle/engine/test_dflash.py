@@ -3,7 +3,7 @@
 import pytest
 
 from peagle.config import SamplingParams
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from tests.support.models import FAST, TOKENS, Models, models, needs_native

@@ -12,16 +12,16 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
-from peagle.engine.handle import EngineError
-from peagle.engine.programs import trace_counts
+from peagle.engine.auto.widths import FIRST_PROFIT, LOSS_FRAC, PROFIT_TRIES, CostTable, Learned, StepCosts
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.handle import EngineError
+from peagle.engine.host.programs import trace_counts
 from peagle.engine.request import Drafting, Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.sampling import RowSampling
-from peagle.engine.state import init_state
-from peagle.engine.step import step
-from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import FIRST_PROFIT, LOSS_FRAC, PROFIT_TRIES, CostTable, Learned, StepCosts
+from peagle.engine.step.sampling import RowSampling
+from peagle.engine.step.state import init_state
+from peagle.engine.step.step import step
+from peagle.engine.step.step_kinds import StepKind
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
@@ -662,7 +662,7 @@ def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None
 
 def test_a_row_whose_drafter_is_too_far_behind_drafts_no_more(target, plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """At two active rows nothing is drafted; the load falls after more plain steps than the drafter's input holds."""
-    monkeypatch.setattr("peagle.engine.state.INPUT_ROOM", 8)
+    monkeypatch.setattr("peagle.engine.step.state.INPUT_ROOM", 8)
     # a capacity of its own, since engines of equal shapes share the program that makes their state
     engine = Engine(target, NGram(), config(3, slots=2, context=CAPACITY + 1, adaptive=True))
     drafting_at(engine, {1: True, 2: False})

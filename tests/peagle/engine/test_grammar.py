@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from peagle import result as results
 from peagle.config import SamplingParams
-from peagle.engine.adjust import Adjustments, adjust
-from peagle.engine.engine import Engine
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.programs import trace_counts
 from peagle.engine.json_schema import DEEPEST_SCHEMA
-from peagle.engine.masks import all_allowed, fill, next_mask
-from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.sampling import RowSampling, draw_keys, probabilities
+from peagle.engine.step.adjust import Adjustments, adjust
+from peagle.engine.step.masks import all_allowed, fill, next_mask
+from peagle.engine.step.sampling import RowSampling, draw_keys, probabilities
 from peagle.ops.draw import draw
 from peagle.ops.errors import InputError
 from tests.support.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode
@@ -466,7 +466,7 @@ class Slow:
                     now[0] += seconds * (not self.quick or len(self.steps) % self.quick != 0)
             return fill(masks, vocabulary, rows)
 
-        monkeypatch.setattr("peagle.engine.constrained.fill", slow_fill)
+        monkeypatch.setattr("peagle.engine.host.constrained.fill", slow_fill)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -12,12 +12,12 @@ import safetensors.numpy
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
-from peagle.engine.handle import Handle
-from peagle.engine.handoff import Fingerprints, HandOff, parse
+from peagle.engine.auto.widths import CostTable
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.handle import Handle
+from peagle.engine.host.handoff import Fingerprints, HandOff, parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.widths import CostTable
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
 from tests.support.models import TARGET, Models, fast_target, models, needs_native

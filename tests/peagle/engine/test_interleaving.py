@@ -14,15 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine, InFlight
+from peagle.engine.devices.replicas import Replicas
 from peagle.engine.grammar import Grammar, Vocabulary
-from peagle.engine.handle import Handle
-from peagle.engine.kv_memory import KVMemory
-from peagle.engine.replicas import Replicas
+from peagle.engine.host.engine import Engine, InFlight
+from peagle.engine.host.handle import Handle
+from peagle.engine.host.scheduler import DispatchTimes
+from peagle.engine.host.timing import LoopClock
+from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.scheduler import DispatchTimes
-from peagle.engine.timing import LoopClock
 from peagle.protocols import Drafter, Target
 from tests.support.models import FAST, models
 from tests.support.toys import CONFIG, check_whole, decode, drafting_at

@@ -5,8 +5,8 @@ import dataclasses
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from peagle.engine.kv_memory import Sizing
-from peagle.engine.pages import PageGroup, PagePool, PageTable
+from peagle.engine.memory.kv_memory import Sizing
+from peagle.engine.memory.pages import PageGroup, PagePool, PageTable
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup
 

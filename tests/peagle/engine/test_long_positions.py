@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.kernels import Implementation

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from peagle.engine.pages import UNMAPPED, PageGroup, PagePool, PageTable
+from peagle.engine.memory.pages import UNMAPPED, PageGroup, PagePool, PageTable
 
 SIZE = 4  # positions a page
 FULL, SLIDING, DRAFTER = 0, 1, 2

@@ -7,8 +7,8 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
-from peagle.engine.kv_memory import KVMemory
+from peagle.engine.host.engine import Engine
+from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.engine import prefill
-from peagle.engine.pass_plans import chunk_plan
+from peagle.engine.host.pass_plans import chunk_plan
 from peagle.engine.request import Request
+from peagle.engine.step import prefill
 from peagle.ops.attention import paged
 from target.model import GptOss
 from target.params import init_params

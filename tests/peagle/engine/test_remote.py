@@ -9,10 +9,10 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
-from peagle.engine.executor import Executor
-from peagle.engine.programs import ProgramShape
-from peagle.engine.remote import VERBS, Coordinator, Worker
+from peagle.engine.devices.remote import VERBS, Coordinator, Worker
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.executor import Executor
+from peagle.engine.host.programs import ProgramShape
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError

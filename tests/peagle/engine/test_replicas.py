@@ -14,13 +14,13 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
-from peagle.engine.handle import Chunks, EngineError, Handle
-from peagle.engine.programs import trace_counts
-from peagle.engine.replicas import Replicas
+from peagle.engine.devices.replicas import Replicas
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.handle import Chunks, EngineError, Handle
+from peagle.engine.host.programs import trace_counts
+from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig, Role
-from peagle.engine.warmup import WarmUp
 from peagle.ops.errors import InputError
 from tests.support.toys import MarkovTarget, decode
 
@@ -255,7 +255,7 @@ def test_an_idle_engine_begins_while_another_is_waited_for(alone: Answers, monke
 
 def test_an_engine_that_stands_still_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the loop stands still, too, and its watcher finds that out, although others would go on."""
-    monkeypatch.setattr("peagle.engine.replicas.STALLED_S", 0.0)
+    monkeypatch.setattr("peagle.engine.devices.replicas.STALLED_S", 0.0)
     engine = shared()
     never_ready(monkeypatch, engine.one)
     handles = engine.add_all(REQUESTS[:2])

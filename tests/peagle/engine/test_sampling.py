@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from peagle.config import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, SamplingParams
-from peagle.engine import sampling as functions
 from peagle.engine.request import fold_seed
+from peagle.engine.step import sampling as functions
 from peagle.ops import draw as race
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.engine.scheduler import (
+from peagle.engine.host.scheduler import (
     KEPT_SPEED,
     LONGEST_DISPATCH_S,
     MOST_BETWEEN_SPLITS,

@@ -8,7 +8,7 @@ import pytest
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.request import Request
-from peagle.engine.state import (
+from peagle.engine.step.state import (
     NO_STOP,
     DecodeState,
     SlotBatch,

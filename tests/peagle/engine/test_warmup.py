@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from peagle.drafters.ngram import NGram
-from peagle.engine import warmup
-from peagle.engine.engine import Engine
-from peagle.engine.kv_memory import Sizing, page_bytes
+from peagle.engine.host import warmup
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.warmup import WarmUp
+from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.warmup import WarmUp
 from peagle.ops.processors import ThreadTimes
 from peagle.pair import Pair
 from tests.support.toys import check_whole, tiny_target

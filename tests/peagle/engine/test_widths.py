@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.engine.widths import (
+from peagle.engine.auto.widths import (
     CALIBRATION_STEPS,
     EDGES,
     FIRST_PROFIT,

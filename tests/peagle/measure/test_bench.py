@@ -19,7 +19,7 @@ import peagle.cli.processes
 import peagle.cli.run_bench
 import peagle.loading
 import peagle.measure.bench
-from peagle.engine.collect import Collector
+from peagle.engine.host.collect import Collector
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import load

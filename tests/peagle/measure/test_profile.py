@@ -7,8 +7,8 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
-from peagle.engine.programs import trace_counts
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.profile import IN_PROGRAM, Span, breakdown, make_directory, operation_parts_of, profile

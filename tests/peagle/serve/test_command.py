@@ -16,7 +16,7 @@ import peagle.cli.run_serve
 from peagle.cli import main
 from peagle.cli.display import Display
 from peagle.cli.run_serve import allowed_hosts
-from peagle.engine.executor import Executor
+from peagle.engine.host.executor import Executor
 from peagle.ops import interrupt
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer

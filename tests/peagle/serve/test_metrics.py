@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.config import SamplingParams
-from peagle.engine.handle import Handle
-from peagle.engine.kv_memory import KVMemory, Sizing
+from peagle.engine.host.handle import Handle
+from peagle.engine.memory.kv_memory import KVMemory, Sizing
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
 from peagle.pair import Pair

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from peagle.engine.replicas import Replicas
+from peagle.engine.devices.replicas import Replicas
 from tests.support.servers import SLOTS, client_of, values
 
 ASKED = {"prompt": [100, 110, 120], "max_tokens": 40, "temperature": 0}

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from peagle.config import EngineConfig, SamplingParams
-from peagle.engine.engine import Engine
+from peagle.engine.auto.speculation import Speculation
 from peagle.engine.grammar import GrammarError
-from peagle.engine.handle import Handle
-from peagle.engine.loop import AnyEngine
-from peagle.engine.programs import trace_counts
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.handle import Handle
+from peagle.engine.host.loop import AnyEngine
+from peagle.engine.host.programs import trace_counts
+from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request
-from peagle.engine.speculation import Speculation
-from peagle.engine.warmup import WarmUp
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError

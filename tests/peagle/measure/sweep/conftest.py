@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.engine.warmup import WarmUp
+from peagle.engine.host.warmup import WarmUp
 from peagle.measure.sweep.runner import SweepRun
 from peagle.measure.sweep.store import Folder, open_run
 from tests.peagle.measure.sweep.runs import Lab, load_in_place, shared_pair, swept

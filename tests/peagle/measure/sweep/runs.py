@@ -12,7 +12,7 @@ import pytest
 
 import peagle.cli.run_sweep
 from peagle.cli import main
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.measure.sweep.figures import VariantRow, WithoutLoops
 from peagle.measure.sweep.plan import PLAIN, Workload

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from peagle.engine.speculation import Speculation, read_speculation
-from peagle.engine.widths import MIDDLES, NUM_BINS
+from peagle.engine.auto.speculation import Speculation, read_speculation
+from peagle.engine.auto.widths import MIDDLES, NUM_BINS
 from peagle.measure.reports import markdown
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.calibration import Calibration, calibrations_of

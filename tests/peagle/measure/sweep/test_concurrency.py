@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peagle.cli import main
-from peagle.engine.engine import Engine
+from peagle.engine.host.engine import Engine
 from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import busy_s
 from peagle.measure.sweep.compare import differences

@@ -18,10 +18,10 @@ import peagle.cli.run_sweep
 import peagle.measure.sweep.runner
 from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.cli import main
-from peagle.engine.engine import Engine
+from peagle.engine.auto.speculation import Speculation
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request
-from peagle.engine.speculation import Speculation
-from peagle.engine.warmup import WarmUp
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import best, rows
 from peagle.measure.sweep.plan import Plan, Variant, Workload, short_names

@@ -24,8 +24,8 @@ from drafter.train.shards import Document, open_folder, read_shards, write_shard
 from drafter.trained import RECIPE
 from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
+from peagle.engine.auto.speculation import speculation_file
 from peagle.engine.request import Request
-from peagle.engine.speculation import speculation_file
 from peagle.ops.errors import InputWarning
 from peagle.pair import Pair
 from peagle.result import decode

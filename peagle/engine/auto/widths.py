@@ -22,7 +22,7 @@ tokens beyond those that plain steps emit in the same time. If it is negative, d
 follow that tries lose a small share of the time. A request begins with the profit and the gains of the engine's
 requests of its kind, greedy or sampled.
 
-These choices change time alone, never a token (peagle.engine.accept).
+These choices change time alone, never a token (peagle.engine.step.accept).
 """
 
 import dataclasses

@@ -7,12 +7,12 @@ were computed after a request ended are dropped.
     device | chunk, first tokens | steps 0            | steps 1             | steps 2 ...
     host   | dispatch ...        | read first, send 1 | read 0, dispatch 2  | read 1 ...
 
-Before a dispatch, requests get the pages that it may fill (peagle.engine.request_pages). If there are too few, the
+Before a dispatch, requests get the pages that it may fill (peagle.engine.host.request_pages). If there are too few, the
 latest request is preempted: it loses its pages and is later recomputed from the tokens that it has emitted.
 
 If a request has a grammar, its steps are split in two (`_split_step`): the host computes the token masks from the
 drafts while the target verifies them. Whole steps of the other requests alternate with split ones
-(peagle.engine.scheduler).
+(peagle.engine.host.scheduler).
 
     device | propose | verify                              | accept | propose | verify
     host   | dispatch, read what was sent before, masks, dispatch | dispatch ...
@@ -27,26 +27,26 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from peagle.engine import handoff
-from peagle.engine.admission import Admission
-from peagle.engine.collect import Collector, InFlight
-from peagle.engine.constrained import Constrained
-from peagle.engine.executor import Executor
+from peagle.engine.auto.widths import CostTable, Counts
 from peagle.engine.grammar import GrammarError
-from peagle.engine.handle import Chunks, EngineError, Handle
-from peagle.engine.handoff import Fingerprints, HandOff
-from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
-from peagle.engine.loop import AnyEngine, Measuring
-from peagle.engine.programs import ProgramShape
+from peagle.engine.host import handoff
+from peagle.engine.host.admission import Admission
+from peagle.engine.host.collect import Collector, InFlight
+from peagle.engine.host.constrained import Constrained
+from peagle.engine.host.executor import Executor
+from peagle.engine.host.handle import Chunks, EngineError, Handle
+from peagle.engine.host.handoff import Fingerprints, HandOff
+from peagle.engine.host.loop import AnyEngine, Measuring
+from peagle.engine.host.programs import ProgramShape
+from peagle.engine.host.request_pages import RequestPages
+from peagle.engine.host.scheduler import Chunk, Scheduler, Steps
+from peagle.engine.host.step_batches import StepBatch, StepBatches
+from peagle.engine.host.timing import LoopClock, LoopTimes
+from peagle.engine.host.warmup import WarmUp
+from peagle.engine.memory.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.request import Drafting, FinishReason, Request
-from peagle.engine.request_pages import RequestPages
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.scheduler import Chunk, Scheduler, Steps
-from peagle.engine.state import SlotParams
-from peagle.engine.step_batches import StepBatch, StepBatches
-from peagle.engine.timing import LoopClock, LoopTimes
-from peagle.engine.warmup import WarmUp
-from peagle.engine.widths import CostTable, Counts
+from peagle.engine.step.state import SlotParams
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import tree_bytes
@@ -74,7 +74,8 @@ class Engine(AnyEngine):
 
         stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs. lookup: a
         drafter without caches, which drafts in adaptive steps, too. make_executor: of a target over several processes
-        (peagle.engine.remote). Raises InputError for K > 0 without a drafter, and for memory that holds no request.
+        (peagle.engine.devices.remote). Raises InputError for K > 0 without a drafter, and for memory that holds no
+        request.
         """
         if config.num_drafts and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
@@ -96,7 +97,7 @@ class Engine(AnyEngine):
         self.executor = make_executor(target, self.drafter, shape, lookup if config.adaptive else None)
         self.batches, self.pages = StepBatches(config, self.memory), RequestPages(self.memory)
         self.constrained = Constrained(target.vocab_size, config)
-        self.num_queued = 0  # this engine's share of the requests that wait for any replica (peagle.engine.replicas)
+        self.num_queued = 0  # this engine's share of the requests that wait for any replica
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
         self._admission, self._collector, self._warm_up = Admission(self), Collector(self), WarmUp(self)
         self._clock = LoopClock()
@@ -219,7 +220,7 @@ class Engine(AnyEngine):
         return compiled
 
     def count_acceptance(self, requests: Sequence[Request]) -> Counts:
-        """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.widths).
+        """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.auto.widths).
 
         For an adaptive engine without other requests. Afterwards its steps start from the recorded counts again.
         """

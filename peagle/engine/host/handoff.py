@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from peagle.engine.pages import UNMAPPED, PageTable
+from peagle.engine.memory.pages import UNMAPPED, PageTable
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
@@ -33,8 +33,8 @@ from peagle.ops.strict_json import dumps
 from peagle.protocols import OverDevices
 
 if TYPE_CHECKING:
-    from peagle.engine.executor import Executor
-    from peagle.engine.kv_memory import KVMemory
+    from peagle.engine.host.executor import Executor
+    from peagle.engine.memory.kv_memory import KVMemory
 
 TensorShape: TypeAlias = tuple[tuple[int, ...], np.dtype]
 FORMAT = "peagle hand-off 2"

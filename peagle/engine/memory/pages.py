@@ -250,7 +250,7 @@ class PagePool:
     def _first_needed(self, group: int, num_pages: int) -> int:
         """Return the first page that a request sees if it continues after num_pages whole pages.
 
-        Its first row is the last known token, which runs again (peagle.engine.prefill).
+        Its first row is the last known token, which runs again (peagle.engine.step.prefill).
         """
         window = self.groups[group].window
         if window is None:

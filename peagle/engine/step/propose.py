@@ -1,7 +1,7 @@
 """Propose the drafts of a step, and let a drafter absorb rows that it has not read.
 
-Adaptive steps choose how many drafts to make and to verify (peagle.engine.widths). A lookup drafter may propose, too,
-and a slot takes the better drafts. If looked-up drafts are good enough in all slots, the drafter does not run.
+Adaptive steps choose how many drafts to make and to verify (peagle.engine.auto.widths). A lookup drafter may propose,
+too, and a slot takes the better drafts. If looked-up drafts are good enough in all slots, the drafter does not run.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from peagle.engine.accept import SyntheticDrafts, draw_synthetic
-from peagle.engine.sampling import draw_keys, weights_of
-from peagle.engine.state import DecodeState
-from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import MOST_PAUSE, StepCosts, choose_drafts, choose_widths, gains_of
+from peagle.engine.auto.widths import MOST_PAUSE, StepCosts, choose_drafts, choose_widths, gains_of
+from peagle.engine.step.accept import SyntheticDrafts, draw_synthetic
+from peagle.engine.step.sampling import draw_keys, weights_of
+from peagle.engine.step.state import DecodeState
+from peagle.engine.step.step_kinds import StepKind
 from peagle.ops.draw import draw as draw_index
 from peagle.ops.likeliest import argmax
 from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
@@ -35,7 +35,7 @@ class SourceDrafts:
     token_ids: jax.Array  # [B, K]
     confidence: jax.Array  # [B, K]
     num: jax.Array  # [B]: how many drafts
-    survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
+    survival: jax.Array  # [B, K]: by the counts (peagle.engine.auto.widths)
 
     @classmethod
     def together(cls, *sources: "SourceDrafts") -> "SourceDrafts":
@@ -45,7 +45,7 @@ class SourceDrafts:
 
 @flax.struct.dataclass
 class AdaptiveChoice:
-    """What an adaptive step proposed and chose from (peagle.engine.widths)."""
+    """What an adaptive step proposed and chose from (peagle.engine.auto.widths)."""
 
     sources: SourceDrafts  # of the drafter, and of the lookup drafter, together
     time: jax.Array  # of choosing and of the drafter's passes, in units of a plain step
@@ -61,7 +61,7 @@ class Proposed:
 
     widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
     draft_token_ids: jax.Array  # [B, K]
-    keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
+    keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.step.sampling); None: all rows are greedy
     drafter_ran: jax.Array  # bool: it has read drafter_input
     num_drafted: jax.Array  # [B]
     synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target

@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from peagle.engine.executor import Executor
-from peagle.engine.programs import ProgramShape
+from peagle.engine.host.executor import Executor
+from peagle.engine.host.programs import ProgramShape
 from peagle.engine.request import Request
-from peagle.engine.state import SlotParams
-from peagle.engine.step_kinds import StepKind
+from peagle.engine.step.state import SlotParams
+from peagle.engine.step.step_kinds import StepKind
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter, Target
 

@@ -20,15 +20,15 @@ from collections.abc import Sequence
 
 import jax
 
-from peagle.engine.engine import Engine
-from peagle.engine.handle import Chunks, EngineError, Handle
-from peagle.engine.handoff import HandOff
-from peagle.engine.kv_memory import PageUse, PrefixCacheUse
-from peagle.engine.loop import AnyEngine, Measuring
+from peagle.engine.auto.widths import CostTable
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.handle import Chunks, EngineError, Handle
+from peagle.engine.host.handoff import HandOff
+from peagle.engine.host.loop import AnyEngine, Measuring
+from peagle.engine.host.timing import LoopTimes
+from peagle.engine.memory.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.timing import LoopTimes
-from peagle.engine.widths import CostTable
 from peagle.ops import interrupt
 
 POLL_S = 1e-4  # between two looks for ready results; short compared with a step

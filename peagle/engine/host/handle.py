@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from peagle.engine.grammar import Matcher
-from peagle.engine.handoff import HandOff
-from peagle.engine.pages import PageTable
+from peagle.engine.host.handoff import HandOff
+from peagle.engine.memory.pages import PageTable
 from peagle.engine.request import Drafting, FinishReason, Request, TokenChunk
 from peagle.ops.errors import InputError
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from peagle.engine.handle import Handle
-from peagle.engine.kv_memory import KVMemory
-from peagle.engine.pass_plans import chunk_plan, step_plan
+from peagle.engine.host.handle import Handle
+from peagle.engine.host.pass_plans import chunk_plan, step_plan
+from peagle.engine.host.scheduler import PromptPiece
+from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.scheduler import PromptPiece
-from peagle.engine.step_kinds import StepKind
+from peagle.engine.step.step_kinds import StepKind
 from peagle.ops import native
 
 # the factor between batch sizes: native kernels skip rows without a slot, so they need fewer sizes

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from peagle.engine.executor import ModelName
 from peagle.engine.grammar import GrammarError
-from peagle.engine.handle import Chunks, Handle
+from peagle.engine.host.executor import ModelName
+from peagle.engine.host.handle import Chunks, Handle
+from peagle.engine.host.scheduler import Chunk, Steps
 from peagle.engine.request import Drafting, FinishReason, StepRecord, TokenChunk, TokenLogprobs
-from peagle.engine.sampling import LogProbs
-from peagle.engine.scheduler import Chunk, Steps
-from peagle.engine.step_kinds import StepOutput
+from peagle.engine.step.sampling import LogProbs
+from peagle.engine.step.step_kinds import StepOutput
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Explains
 
 if TYPE_CHECKING:
-    from peagle.engine.engine import Engine
+    from peagle.engine.host.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import jax
 
 from peagle.config import check_block
-from peagle.engine.engine import Engine
-from peagle.engine.executor import Executor
-from peagle.engine.handoff import Fingerprints
-from peagle.engine.kv_memory import KVMemory
-from peagle.engine.loop import AnyEngine
-from peagle.engine.remote import Coordinator
-from peagle.engine.replicas import Replicas
+from peagle.engine.devices.remote import Coordinator
+from peagle.engine.devices.replicas import Replicas
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.executor import Executor
+from peagle.engine.host.handoff import Fingerprints
+from peagle.engine.host.loop import AnyEngine
+from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, format_size, refuse_too_large
@@ -77,9 +77,9 @@ class Engines:
     def get(self, config: ResolvedConfig) -> AnyEngine:
         """Return the engine of a config. Any thread may call it.
 
-        Replicas have an engine each (peagle.engine.replicas). Raises InputError for a K that exceeds the positions or
-        the drafter's window, for K > 0 without a drafter, for caches that exceed the memory, for slots that replicas
-        cannot share, and for a role over several processes.
+        Replicas have an engine each. Raises InputError for a K that exceeds the positions or the drafter's window, for
+        K > 0 without a drafter, for caches that exceed the memory, for slots that replicas cannot share, and for a role
+        over several processes.
         """
         self._check(config)
         with self._making:

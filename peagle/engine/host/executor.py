@@ -1,7 +1,7 @@
 """Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a split step.
 
 The executor is the engine's only door to the device. It holds the state and the pages. Verbs take host values and
-return arrays for the host to read, so several processes can run the same verbs (peagle.engine.remote).
+return arrays for the host to read, so several processes can run the same verbs (peagle.engine.devices.remote).
 
 One array of integers, the plan, carries the slots and tables of a pass. No program depends on a request: batches and
 chunks come in a few sizes, and steps in a few variants. The state is donated.
@@ -17,13 +17,13 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from peagle.engine import programs
-from peagle.engine.prefill import Prefilled
-from peagle.engine.programs import ProgramShape
-from peagle.engine.propose import Proposed
-from peagle.engine.state import DecodeState, SlotParams
-from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import Counts, Learned
+from peagle.engine.auto.widths import Counts, Learned
+from peagle.engine.host import programs
+from peagle.engine.host.programs import ProgramShape
+from peagle.engine.step.prefill import Prefilled
+from peagle.engine.step.propose import Proposed
+from peagle.engine.step.state import DecodeState, SlotParams
+from peagle.engine.step.step_kinds import StepKind
 from peagle.ops import interrupt
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
@@ -136,7 +136,7 @@ class Executor:
     def steps(self, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind) -> jax.Array:
         """Dispatch `count` steps of the slots of a plan (`step_plan`); return their packed outputs.
 
-        costs: packed (peagle.engine.widths.StepCosts) for adaptive steps, empty for others. Starts the copy of the
+        costs: packed (peagle.engine.auto.widths.StepCosts) for adaptive steps, empty for others. Starts the copy of the
         outputs to the host and waits for nothing.
         """
         program, operands = self.prepared_steps(self.state, plan, costs, count, kind)
@@ -218,7 +218,7 @@ class Executor:
     ) -> jax.Array:
         """Dispatch the last part; return its packed output [1, B, W].
 
-        masks: uint32 [B, K+1, W] (peagle.engine.masks). counts: int32 [B], how many drafts of a slot may count.
+        masks: uint32 [B, K+1, W] (peagle.engine.step.masks). counts: int32 [B], how many drafts of a slot may count.
         """
         small, kept = _split(self.state)
         program = programs.accept_and_commit_program(kind, self.shape)

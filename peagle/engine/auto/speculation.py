@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.engine.widths import EDGES, NUM_BINS, Counts
+from peagle.engine.auto.widths import EDGES, NUM_BINS, Counts
 from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole, writing
 from peagle.ops.strict_json import dumps

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.engine.prefill import ChunkRows
-from peagle.engine.state import SlotBatch
+from peagle.engine.step.prefill import ChunkRows
+from peagle.engine.step.state import SlotBatch
 
 
 def step_plan(slots: Sequence[int], widths: Sequence[int], tables: np.ndarray, absent: int) -> np.ndarray:

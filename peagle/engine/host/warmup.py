@@ -19,15 +19,15 @@ import jax
 import jaxlib
 import numpy as np
 
-from peagle.engine.handoff import Fingerprints
-from peagle.engine.loop import Measuring
-from peagle.engine.masks import all_allowed
-from peagle.engine.pass_plans import chunk_plan, step_plan
+from peagle.engine.auto.widths import CostTable, StepCosts
+from peagle.engine.host.handoff import Fingerprints
+from peagle.engine.host.loop import Measuring
+from peagle.engine.host.pass_plans import chunk_plan, step_plan
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.state import SlotParams
-from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import CostTable, StepCosts
+from peagle.engine.step.masks import all_allowed
+from peagle.engine.step.state import SlotParams
+from peagle.engine.step.step_kinds import StepKind
 from peagle.ops import interrupt, native
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.files import cache_directory, write_cached
@@ -35,7 +35,7 @@ from peagle.ops.processors import thread_times
 from peagle.ops.strict_json import dumps
 
 if TYPE_CHECKING:
-    from peagle.engine.engine import Engine
+    from peagle.engine.host.engine import Engine
 
 LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 7, 12, 1.0  # for one number of active slots
 AGREEMENT = 1.1  # rounds end if the two shortest times of each case differ by this factor or less

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from peagle.engine.sampling import LogProbs
-from peagle.engine.widths import StepCosts
+from peagle.engine.auto.widths import StepCosts
+from peagle.engine.step.sampling import LogProbs
 
 DRAFTING_BITS = 2  # of a packed output, above caught_up and source, below num_drafted
 

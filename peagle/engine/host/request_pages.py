@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from peagle.engine.handle import Handle
-from peagle.engine.kv_memory import KVMemory
+from peagle.engine.host.handle import Handle
+from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.request import Drafting
 from peagle.ops.attention import PAGE_SIZE
 

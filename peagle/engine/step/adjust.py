@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from peagle.config import MOST_BIASES
-from peagle.engine.masks import MASK_BITS
 from peagle.engine.request import Request
+from peagle.engine.step.masks import MASK_BITS
 
 NO_BIAS = np.iinfo(np.int32).max  # fills unused bias entries: outside every vocabulary
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from peagle.engine.scheduler import Chunk, DispatchTimes
+from peagle.engine.host.scheduler import Chunk, DispatchTimes
 
 if TYPE_CHECKING:
-    from peagle.engine.collect import InFlight
+    from peagle.engine.host.collect import InFlight
 
 
 @dataclass

@@ -13,24 +13,24 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from peagle.engine.auto.widths import CostTable
 from peagle.engine.grammar import GrammarError
-from peagle.engine.handle import Chunks, Handle
-from peagle.engine.handoff import HandOff
-from peagle.engine.kv_memory import PageUse, PrefixCacheUse
+from peagle.engine.host.handle import Chunks, Handle
+from peagle.engine.host.handoff import HandOff
+from peagle.engine.host.timing import LoopTimes
+from peagle.engine.memory.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.timing import LoopTimes
-from peagle.engine.widths import CostTable
 
 if TYPE_CHECKING:
-    from peagle.engine.engine import Engine
+    from peagle.engine.host.engine import Engine
 
 TURN_S = 0.005  # a reader waits for the turn so long before it looks into its inbox again
 Measuring = Callable[[int, int], object]  # (finished runs, all runs)
 
 
 class AnyEngine(abc.ABC):
-    """An `Engine`, or several with one queue (peagle.engine.replicas), for callers of any thread."""
+    """An `Engine`, or several with one queue (peagle.engine.devices.replicas), for callers of any thread."""
 
     def __init__(self, config: ResolvedConfig, stop_token_ids: Sequence[int]) -> None:
         self.config, self.stop_token_ids = config, tuple(stop_token_ids)

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from peagle.engine.adjust import Adjustments
-from peagle.engine.masks import all_allowed
+from peagle.engine.auto.widths import Counts, Learned, Pace
 from peagle.engine.request import MOST_STOP_TOKENS, Drafting, Request, fold_seed
-from peagle.engine.sampling import RowSampling
-from peagle.engine.widths import Counts, Learned, Pace
+from peagle.engine.step.adjust import Adjustments
+from peagle.engine.step.masks import all_allowed
+from peagle.engine.step.sampling import RowSampling
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target

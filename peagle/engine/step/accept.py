@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from peagle.engine.sampling import RowSampling, choose
+from peagle.engine.step.sampling import RowSampling, choose
 from peagle.ops.draw import uniform
 from peagle.ops.likeliest import NO_TOKEN
 

@@ -4,15 +4,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from peagle.engine import handoff
 from peagle.engine.grammar import GrammarError, Matcher
-from peagle.engine.handle import Handle
-from peagle.engine.handoff import HandOff
+from peagle.engine.host import handoff
+from peagle.engine.host.handle import Handle
+from peagle.engine.host.handoff import HandOff
 from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 
 if TYPE_CHECKING:
-    from peagle.engine.engine import Engine
+    from peagle.engine.host.engine import Engine
 
 
 class Admission:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from peagle.engine.grammar import Matcher, Vocabulary
-from peagle.engine.handle import Handle
-from peagle.engine.masks import all_allowed, fill, next_mask
+from peagle.engine.host.handle import Handle
 from peagle.engine.request import Drafting
 from peagle.engine.resolved import ResolvedConfig
+from peagle.engine.step.masks import all_allowed, fill, next_mask
 
 
 class Constrained:
@@ -58,7 +58,7 @@ class Constrained:
         matchers: Mapping[int, tuple[Matcher, Sequence[int]]],
         handles: Sequence[Handle | None],
     ) -> dict[int, int]:
-        """Fill in masks as peagle.engine.masks.fill does, within each request's budget.
+        """Fill in masks as peagle.engine.step.masks.fill does, within each request's budget.
 
         A single row is timed by itself. Several are filled in together, in threads. If that takes too long, the next
         step fills them in one by one, to tell the slow one.

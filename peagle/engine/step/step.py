@@ -12,7 +12,7 @@ later, so that its cache has no gap when the slot drafts again. In a slot that d
 holds only the latest step's rows.
 
 For grammars the step can be split after `propose` and after `verify`. While the target verifies, the host reads the
-drafts and fills in the masks for acceptance (peagle.engine.masks).
+drafts and fills in the masks for acceptance (peagle.engine.step.masks).
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from peagle.engine.accept import Acceptance, accept
-from peagle.engine.adjust import adjust
-from peagle.engine.propose import DRAFT_PART, Proposed, SourceDrafts, has_no_room, propose, run_if
+from peagle.engine.auto.widths import MOST_CATCH_UP_FRAC, MOST_PAUSE, StepCosts
 from peagle.engine.request import Drafting
-from peagle.engine.sampling import log_probs
-from peagle.engine.state import DecodeState
-from peagle.engine.step_kinds import StepKind, StepOutput
-from peagle.engine.widths import MOST_CATCH_UP_FRAC, MOST_PAUSE, StepCosts
+from peagle.engine.step.accept import Acceptance, accept
+from peagle.engine.step.adjust import adjust
+from peagle.engine.step.propose import DRAFT_PART, Proposed, SourceDrafts, has_no_room, propose, run_if
+from peagle.engine.step.sampling import log_probs
+from peagle.engine.step.state import DecodeState
+from peagle.engine.step.step_kinds import StepKind, StepOutput
 from peagle.ops.messages import DrafterInput, VerifyOutput
 from peagle.protocols import Drafter, Target
 
@@ -76,7 +76,7 @@ def accept_and_commit(
 ) -> tuple[DecodeState, StepOutput]:
     """Accept drafts and commit the emitted tokens; the caches stay as they are.
 
-    masks: allowed tokens of each row (peagle.engine.adjust).
+    masks: allowed tokens of each row (peagle.engine.step.adjust).
     """
     drafts, logits, keys = proposed.draft_token_ids, verified.logits, proposed.keys
     with jax.named_scope(ACCEPT_PART):
@@ -153,7 +153,7 @@ def _learn(
     run: Int[Array, "B T"],
     costs: StepCosts,
 ) -> DecodeState:
-    """Count the drafts of an adaptive step, and decide how the next ones draft (peagle.engine.widths)."""
+    """Count the drafts of an adaptive step, and decide how the next ones draft (peagle.engine.auto.widths)."""
     pace, learned, choice = state.pace, state.learned, proposed.adaptive
     if choice is None:
         return state

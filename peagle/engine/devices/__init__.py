@@ -1,0 +1,1 @@
+"""Engines on several devices, in several processes; the engines of a pair."""

@@ -1,0 +1,1 @@
+"""Pages of keys and values: the pool, the tables, the bytes. No JAX programs."""

@@ -1,0 +1,1 @@
+"""One decoding step on the device: propose, verify, accept, commit. Pure functions."""
