@@ -1,6 +1,7 @@
 """The kernels under test.
 
-`kernels` are the native ones of an instruction set, `opened` the CUDA ones on the CPU, through the tests' driver.
+`kernels` are the native ones of an instruction set, `opened` the CUDA ones on the CPU, through the tests' driver. On a
+CPU with all of avx512amx but its tiles these are emulated.
 `form` is each of them and XLA in turn, for suites that every form passes.
 """
 
@@ -21,11 +22,14 @@ from peagle.ops.native import build
 from peagle.ops.native.build import instruction_sets
 
 CANNOT = ("this CPU runs", "kernels are for CPUs")  # only these skip a test; a set that was not compiled fails it
-SIMPLER = {"avx512": ("avx512vnni", "avx512bf16")}  # a set, and the better ones that only multiply matrices otherwise
+TILES, WITHOUT_TILES = "avx512amx", "avx512bf16"
+# a set, and the better ones that only multiply matrices otherwise
+SIMPLER = {"avx512": ("avx512vnni", WITHOUT_TILES, TILES), WITHOUT_TILES: (TILES,)}
 
 IN_TURN = "in_turn"  # in the place of an instruction set in the names of XLA's calls
 HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # XLA_FFI_Error* (XLA_FFI_CallFrame*)
 DRIVER = Path(__file__).parent / "cuda" / "driver.cc"
+EMULATED_TILES = Path(__file__).parent / "native" / "emulated_tiles.h"
 GPU_PRAGMAS = ("-Wno-unknown-pragmas", "-Wno-subobject-linkage")
 selected: dict[str, Any] = {}
 forwarders: dict[str, Any] = {}
@@ -43,13 +47,31 @@ def select(isa: str) -> None:
             jax.ffi.register_ffi_target(f"peagle_{name}_{IN_TURN}", jax.ffi.pycapsule(forwarders[name]), platform="cpu")
 
 
+def emulate_tiles(directory: Path, *flags: str) -> None:
+    """Compile the kernels for tiles, with these emulated, into `directory` in the place of the real ones."""
+    sources = [build.HERE / source for source in build.SOURCES]
+    every = (*instruction_sets()[WITHOUT_TILES], "-include", str(EMULATED_TILES), *flags)
+    build.compile_library(build.library(TILES, directory), sources, *every)
+
+
 @contextlib.contextmanager
-def running(isa: str, monkeypatch: pytest.MonkeyPatch, simplify: bool) -> Iterator[None]:
+def running(
+    isa: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, simplify: bool
+) -> Iterator[None]:
     """Select an instruction set; skip the test if this CPU lacks it or, to simplify, if another set is the same."""
     monkeypatch.delenv(native.VARIABLE, raising=False)
     native.status.cache_clear()
-    if simplify and native.status()[0] in SIMPLER.get(isa, ()):
-        pytest.skip("avx512vnni, which this CPU runs, is the same here")
+    best, line = native.status()
+    if simplify and best in SIMPLER.get(isa, ()):
+        pytest.skip(f"{best}, which this CPU runs, is the same here")
+    if (isa, best) == (TILES, WITHOUT_TILES):
+        with monkeypatch.context() as patch:
+            if native.DIRECTORY not in os.environ:
+                patch.setenv(native.DIRECTORY, str(request.getfixturevalue("emulated")))
+            select(isa)
+            patch.setattr(native, "status", lambda: (IN_TURN, line))
+            yield
+        return
     monkeypatch.setenv(native.VARIABLE, isa)
     native.status.cache_clear()
     try:
@@ -72,20 +94,36 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     A module of operations without matrices sets NO_MATRICES: the sets of SIMPLER share their code, which runs once.
     """
-    with running(request.param, monkeypatch, getattr(request.module, "NO_MATRICES", False)):
+    with running(request.param, request, monkeypatch, getattr(request.module, "NO_MATRICES", False)):
         yield request.param
+
+
+@contextlib.contextmanager
+def directory_of_run(factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Lock the folder that all workers of a run share."""
+    directory = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent  # of this run, above its workers'
+    with (directory / "libraries.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the kernels for tiles, emulated, compiled once for all workers of a run."""
+    with directory_of_run(tmp_path_factory) as directory:
+        if not build.library(TILES, directory).exists():
+            emulate_tiles(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Compile (the launcher of the CUDA kernels for the CPU, the driver), once for all workers of a run."""
     launcher, driver = "-DPEAGLE_TEST_ON_HOST", (f"-I{build.CUDA}", "-fvisibility=default", *GPU_PRAGMAS)
-    directory = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        directory = directory.parent  # of this run, above its workers'
-    paths = (directory / "launch.so", directory / "driver.so")
-    with (directory / "libraries.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with directory_of_run(tmp_path_factory) as directory:
+        paths = (directory / "launch.so", directory / "driver.so")
         if not paths[0].exists():  # optimised as much as pays
             build.compile_library(paths[1], [DRIVER], "-O2", *driver)
             build.compile_library(paths[0], [build.CUDA / "launch.cc"], "-O0", launcher)
@@ -106,7 +144,7 @@ FORMS = ("xla", *instruction_sets(), "cuda")
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run an op in XLA, in the native kernels of each instruction set, and in the CUDA kernels, on a GPU or the CPU."""
     if request.param in instruction_sets():
-        with running(request.param, monkeypatch, simplify=True):
+        with running(request.param, request, monkeypatch, simplify=True):
             yield "native"
         return
     if request.param == "cuda" and jax.default_backend() != "gpu":

@@ -5,6 +5,7 @@
     packed.h vectors.h          products with packed matrices; vector registers
     ffi.cc thread_team.h        XLA's entry: checks shapes, shares work among threads
     build.py                    compiles them
+    self_test.py                compares those for avx512amx with float64 before their first use
 
 Only the ops of peagle.ops call them, for weights in packed matrices (peagle.ops.linear).
 
@@ -16,6 +17,7 @@ import ctypes
 import functools
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.native.build import HERE, instruction_sets, library
+from peagle.ops.native.self_test import UNTESTED, find_fault
 
 HANDLERS = ("linear", "experts", "paged_attention", "rope_tables", "likeliest", "draw")
 VARIABLE = "PEAGLE_KERNELS"
@@ -106,6 +109,14 @@ def _choose(choice: str) -> tuple[str | None, str]:
             return None, f"this CPU runs {', '.join(runs)} only"
         isa = choice or runs[0]
         _register(isa)
+        if isa in UNTESTED and (fault := find_fault(isa)):
+            failed = f"the kernels for {isa} fail their check ({fault})"
+            if choice:
+                return None, f"{failed}; leave {VARIABLE} out"
+            isa = runs[1]
+            _register(isa)
+            warnings.warn(f"{failed}; those for {isa} run", InputWarning, stacklevel=2)
+            return isa, f" ({failed})"
     except Exception as error:  # a library for another system, or for another version of XLA's FFI
         return None, f"the native kernels do not load ({' '.join(str(error).split())[:200]}); {again}"
     return isa, "" if choice or isa == best else f" (those for {best} were not compiled; {again})"

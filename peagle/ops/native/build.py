@@ -30,6 +30,7 @@ CUDA = HERE.parent / "cuda"
 LAUNCHER = CUDA / f"launch{SUFFIX}"
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 _X86 = {
+    "avx512amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
@@ -68,7 +69,7 @@ def sets_of_this_machine() -> dict[str, tuple[str, ...]]:
     if flags is None:
         return sets
     has = {name.replace("_", "") for name in flags[1].split()}
-    best = next(isa for isa, needs in sets.items() if {flag.removeprefix("-m") for flag in needs} <= has)
+    best = next(isa for isa, needs in sets.items() if {flag[2:].replace("-", "") for flag in needs} <= has)
     return {isa: sets[isa] for isa in dict.fromkeys((best, "portable"))}
 
 

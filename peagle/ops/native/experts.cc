@@ -116,8 +116,8 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     const int64_t count = std::min(pairs_per_chunk, pairs - first);
     const Matrix matrix = of_expert(op.gate_up, 2 * pairs, i);
     const float* bias = op.gate_up_bias + routing.expert[i] * 2 * padded;
-    for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += kTileRows) {
-      const int64_t rows = std::min<int64_t>(kTileRows, routing.begin[i + 1] - choice);
+    for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += RowsAtOnce(op.gate_up)) {
+      const int64_t rows = std::min(RowsAtOnce(op.gate_up), routing.begin[i + 1] - choice);
       const void* x[kTileRows];
       for (int64_t t = 0; t < rows; ++t) x[t] = *inputs.From(routing.choices[choice + t].row);
       Dot(matrix, 2 * first, 2 * count, x, rows, tile);
@@ -162,8 +162,8 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     for (int64_t i = 0; i < routing.count; ++i) {
       const Matrix matrix = of_expert(op.down, columns, i);
       const float* bias = op.down_bias + routing.expert[i] * width;
-      for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += kTileRows) {
-        const int64_t rows = std::min<int64_t>(kTileRows, routing.begin[i + 1] - choice);
+      for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += RowsAtOnce(op.down)) {
+        const int64_t rows = std::min(RowsAtOnce(op.down), routing.begin[i + 1] - choice);
         Dot(matrix, first, count, hidden_inputs.From(choice), rows, tile);
         for (int64_t t = 0; t < rows; ++t) {
           const Choice& one = routing.choices[choice + t];

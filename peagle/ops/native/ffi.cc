@@ -3,6 +3,12 @@
 #include <algorithm>
 #include <string>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "buffers.h"
 #include "thread_team.h"
 #include "kernels.h"
@@ -255,6 +261,19 @@ ffi::Error DrawHandler(ffi::ThreadPool pool, AnyBuffer weights, AnyBuffer keys, 
   return ffi::Error::Success();
 }
 
+// Whether the processor multiplies tiles of bfloat16, and Linux permits it to this process, which has to ask.
+[[maybe_unused]] bool HasTiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kTiles = 1u << 24 | 1u << 22;                // amx_tile, amx_bf16
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;     // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) == kTiles &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 }  // namespace peagle
 
@@ -365,7 +384,8 @@ PEAGLE_EXPORT const char* peagle_machine() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma")) {
     if (!__builtin_cpu_supports("avx512vnni")) return "avx512";
-    return __builtin_cpu_supports("avx512bf16") ? "avx512bf16" : "avx512vnni";
+    if (!__builtin_cpu_supports("avx512bf16")) return "avx512vnni";
+    return peagle::HasTiles() ? "avx512amx" : "avx512bf16";
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif

@@ -70,8 +70,9 @@ void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias,
     ForEach(parallel, cut.chunks, work, [&](int64_t chunk) {
       Tile tile;
       const int64_t first = cut.First(chunk), count = cut.Count(chunk);
-      for (int64_t row = start; row < end; row += kTileRows) {
-        const int64_t rows = std::min<int64_t>(kTileRows, end - row);
+      const int64_t most = RowsAtOnce(weight);
+      for (int64_t row = start; row < end; row += most) {
+        const int64_t rows = std::min(most, end - row);
         Dot(weight, first, count, inputs.From(row - start), rows, tile);
         for (int64_t t = 0; t < rows; ++t) {
           for (int64_t p = 0; p < count; ++p) {

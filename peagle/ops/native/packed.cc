@@ -1,6 +1,6 @@
 // See packed.h. Dot products of R neighbouring columns with T rows; a column is the part of a panel that fits a register.
-// Each weight format has its own. For rows of bfloat16 there is one more where the processor multiplies pairs of them; for
-// float32 rows MXFP4 has one for processors that multiply bytes and one for the others.
+// Each weight format has its own. For rows of bfloat16 there is one more where the processor multiplies pairs of them, and
+// one where it multiplies tiles; for float32 rows MXFP4 has one for processors that multiply bytes and one for the others.
 
 #include "packed.h"
 
@@ -61,8 +61,12 @@ class Reader {
 
   PEAGLE_INLINE const char* Place(int r, int64_t offset) const { return panels_ + At(r, panel_, 4) + offset; }
 
+  PEAGLE_INLINE const char* Ahead(int r, int64_t offset) const {
+    return Place(r, offset) + (offset < turn_ ? near_ : far_);
+  }
+
   PEAGLE_INLINE void Fetch(int r, int64_t offset) const {
-    if (r % kColumns == 0) __builtin_prefetch(Place(r, offset) + (offset < turn_ ? near_ : far_));
+    if (r % kColumns == 0) __builtin_prefetch(Ahead(r, offset));
   }
 
   template <class Vector>
@@ -317,13 +321,16 @@ struct Mxfp4Pairs : Mxfp4 {
   static void Convert(const float* x, int64_t inputs, uint32_t* out) { ToPairs(x, inputs, true, out); }
   static constexpr int Columns(int rows) { return rows <= 1 ? 4 : 2; }
 
+  static PEAGLE_INLINE __m512i Values() {  // e2m1 as bfloat16; twice, because the lookup reads five bits
+    alignas(32) static constexpr uint16_t kCodes[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                                        0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    return _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kCodes)));
+  }
+
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const uint32_t* const* x, int64_t inputs,
                                 Floats (&sums)[R][T]) {
-    alignas(32) static constexpr uint16_t kCodes[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
-                                                        0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
-    // e2m1 as bfloat16; twice, because the lookup reads five bits
-    const __m512i values = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kCodes)));
+    const __m512i values = Values();
     const int64_t blocks = inputs / 32;
     const Reader<R> reader(panels, PanelBytes(inputs), kAheadMxfp4);
     for (int64_t block = 0; block < blocks; ++block) {
@@ -407,10 +414,135 @@ void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const void* c
   }
 }
 
+#if defined(__AMX_BF16__)
+// Rows of bfloat16 by tiles. One instruction adds the products of 16 pairs of inputs: up to 16 rows by the 16 outputs of a
+// panel. A row's sum is one chain of these blocks, whatever the number of rows. No weight is moved: a block of a panel is a
+// tile as it lies.
+constexpr int64_t kBlockPairs = 16, kAheadTiles = 2048;  // bytes ahead; not tuned
+
+struct Bfloat16Tiles : Bfloat16Pairs {
+  static constexpr int64_t kBlockBytes = 64 * kBlockPairs;
+
+  // Returns a block of weights, of which `pairs` are present; in `room` if zeros have to follow.
+  static PEAGLE_INLINE const void* Block(const char* weights, const uint8_t*, int64_t, int64_t pairs, Words* room) {
+    if (pairs >= kBlockPairs) return weights;
+    for (int i = 0; i < kBlockPairs; ++i) room[i] = i < pairs ? Load<Words>(weights + i * 64) : Words{};
+    return room;
+  }
+};
+
+struct Mxfp4Tiles : Mxfp4Pairs {
+  static constexpr int64_t kBlockBytes = 16 * kBlockPairs;
+
+  // Decodes a block to bfloat16. Its scales, from `at` on, are added to the exponents, which is exact. Scales above 252, of
+  // numbers beyond bfloat16's range, count as 252.
+  static PEAGLE_INLINE const void* Block(const char* weights, const uint8_t* scales, int64_t at, int64_t, Words* room) {
+    const __m512i one = _mm512_cvtepu8_epi32(Load<__m128i>(scales + at));
+    const __m512i both = _mm512_or_si512(one, _mm512_slli_epi32(one, 16));
+    const __m512i least = _mm512_min_epu16(both, _mm512_set1_epi16(252));
+    const __m512i power = _mm512_slli_epi16(_mm512_sub_epi16(least, _mm512_set1_epi16(127)), 7);
+    const __mmask32 scaled = _mm512_test_epi16_mask(both, both);
+    for (int i = 0; i < kBlockPairs; ++i) {
+      const __m512i codes = _mm512_srli_epi32(Load<__m512i>(weights + i / 4 * 64), 4 * (i % 4));
+      const __mmask32 nonzero = _mm512_mask_test_epi16_mask(scaled, codes, _mm512_set1_epi16(7));
+      room[i] = reinterpret_cast<Words>(_mm512_maskz_add_epi16(nonzero, _mm512_permutexvar_epi16(codes, Values()), power));
+    }
+    return room;
+  }
+};
+
+// Compilers do not know that an instruction for tiles reads memory.
+PEAGLE_INLINE void Settle() { asm volatile("" ::: "memory"); }
+
+// The sums of R neighbouring panels, in tiles 0 .. 3, of the rows as DotFormat orders them.
+template <class W, int R>
+PEAGLE_INLINE void DotTiles(const char* panels, const uint8_t* scales, int64_t inputs, const Words* x, int64_t rows,
+                            float (*out)[kTileRows][kPanelRows]) {
+  static_assert(R == 4 || R == 1);
+  const Reader<R> reader(panels, W::PanelBytes(inputs), kAheadTiles);
+  const int64_t pairs = W::Width(inputs), blocks = (pairs + kBlockPairs - 1) / kBlockPairs;
+  Words room[R][kBlockPairs];
+  _tile_zero(0);
+  if constexpr (R == 4) {
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t offset = block * W::kBlockBytes;
+    const void* weights[R];
+    Settle();
+    for (int r = 0; r < R; ++r) {
+      const char* const ahead = reader.Ahead(r, offset);
+      for (int64_t i = 0; i < W::kBlockBytes; i += 64) __builtin_prefetch(ahead + i);
+      const int64_t scales_at = (r * blocks + block) * kPanelRows;
+      weights[r] = W::Block(reader.Place(r, offset), scales, scales_at, pairs - block * kBlockPairs, room[r]);
+    }
+    Settle();
+    _tile_loadd(4, x + block * rows, 64);
+    _tile_loadd(5, weights[0], 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (R == 4) {
+      _tile_loadd(6, weights[1], 64);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, weights[2], 64);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, weights[3], 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, out[0], 64);
+  if constexpr (R == 4) {
+    _tile_stored(1, out[1], 64);
+    _tile_stored(2, out[2], 64);
+    _tile_stored(3, out[3], 64);
+  }
+}
+
+struct alignas(64) TileShapes {  // as the processor reads it
+  uint8_t palette = 1, first_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16];
+};
+
+template <class W>
+  requires(W::kBlockBytes > 0)
+void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile) {
+  const int64_t inputs = matrix.inputs, width = W::Width(inputs), blocks = (width + kBlockPairs - 1) / kBlockPairs;
+  Scratch scratch;
+  auto* const together = scratch.Take<Words>(blocks * rows);  // the first block of all rows, then the second
+  for (int64_t t = 0; t < rows; ++t)
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t at = block * kBlockPairs;
+      together[block * rows + t] = LoadFirst<Words>(static_cast<const uint32_t*>(x[t]) + at, width - at);
+    }
+  const auto of_rows = static_cast<uint8_t>(rows);
+  const TileShapes shapes{.rows = {of_rows, of_rows, of_rows, of_rows, of_rows, 16, 16, 16}};
+  const auto* panels = static_cast<const char*>(matrix.panels);
+  int64_t p = 0;
+  const auto group = [&]<int R>() {
+    for (; p + R <= count; p += R) {
+      const uint8_t* scales = matrix.scales == nullptr ? nullptr : matrix.scales + (first + p) * (inputs / 32) * kPanelRows;
+      DotTiles<W, R>(panels + (first + p) * W::PanelBytes(inputs), scales, inputs, together, rows, tile.values + p);
+    }
+  };
+  // Shapes belong to a thread, and XLA may call from any. Released, they do not reach other code that uses tiles, and the
+  // system saves no tiles when it switches threads.
+  Settle();
+  _tile_loadconfig(&shapes);
+  group.template operator()<4>();
+  group.template operator()<1>();
+  _tile_release();
+}
+#endif
+
 // Calls f<W>() for the format of a matrix and its rows.
 template <class F>
 auto OfFormat(const Matrix& matrix, const F& f) {
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+  if (matrix.bfloat16_rows && matrix.format == Format::kBfloat16) return f.template operator()<Bfloat16Tiles>();
+  if (matrix.bfloat16_rows && matrix.format == Format::kMxfp4) return f.template operator()<Mxfp4Tiles>();
+#elif defined(__AVX512BF16__)
   if (matrix.bfloat16_rows && matrix.format == Format::kBfloat16) return f.template operator()<Bfloat16Pairs>();
   if (matrix.bfloat16_rows && matrix.format == Format::kMxfp4) return f.template operator()<Mxfp4Pairs>();
 #endif

@@ -10,8 +10,17 @@
 
 namespace peagle {
 
-constexpr int kTileRows = 8;     // the most rows that one read of a panel serves
+#if defined(__AMX_BF16__)
+constexpr int kTileRows = 16;
+#else
+constexpr int kTileRows = 8;
+#endif
 constexpr int kTilePanels = 16;  // the most panels of a chunk
+
+// The most rows that one read of a panel serves.
+inline int64_t RowsAtOnce(const Matrix& matrix) {
+  return matrix.bfloat16_rows && matrix.format != Format::kFloat32 ? kTileRows : 8;
+}
 
 struct Tile {
   float values[kTilePanels][kTileRows][kPanelRows];  // [panel][row][output of the panel]
@@ -27,7 +36,7 @@ class Inputs {
   const void** row_;
 };
 
-// tile = dot products of panels first .. first + count - 1 with up to kTileRows rows.
+// tile = dot products of panels first .. first + count - 1 with up to RowsAtOnce rows.
 void Dot(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile);
 
 inline int64_t Panels(int64_t outputs) { return (outputs + kPanelRows - 1) / kPanelRows; }

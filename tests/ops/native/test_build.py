@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
-from peagle.ops.errors import InputError
-from peagle.ops.native import build
+from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.native import build, self_test
 from peagle.ops.native.build import BuildError
+from tests.ops.conftest import TILES, WITHOUT_TILES
 
 SETS = list(build.instruction_sets())
 AGAIN = f"{sys.executable} -P -m peagle.ops.native compiles them, given a C++ compiler"
@@ -24,7 +25,9 @@ TINY = """
 #include "xla/ffi/api/c_api.h"
 extern "C" __attribute__((visibility("default"))) const char* set() {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__FMA__)
-#if defined(__AVX512BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+  return "avx512amx";
+#elif defined(__AVX512BF16__)
   return "avx512bf16";
 #elif defined(__AVX512VNNI__)
   return "avx512vnni";
@@ -150,7 +153,8 @@ def test_the_set_is_chosen_by_all_that_it_needs(monkeypatch: pytest.MonkeyPatch,
         return list(build.sets_of_this_machine())
 
     avx512 = "avx2 fma avx512f avx512bw avx512vl avx512dq"
-    assert chosen(f"{avx512} avx512_vnni avx512_bf16") == ["avx512bf16", "portable"]
+    assert chosen(f"{avx512} avx512_vnni avx512_bf16 amx_tile amx_bf16") == ["avx512amx", "portable"]
+    assert chosen(f"{avx512} avx512_vnni avx512_bf16 amx_tile") == ["avx512bf16", "portable"]
     assert chosen(f"{avx512} avx512_vnni") == ["avx512vnni", "portable"]
     assert chosen(avx512) == ["avx512", "portable"]
     assert chosen("avx2 fma avx512f") == ["avx2", "portable"]
@@ -245,6 +249,48 @@ def test_if_the_best_set_is_missing_the_next_runs(monkeypatch: pytest.MonkeyPatc
         assert native.status() == (isa, f"native, {isa}"), "it was asked for"
 
 
+def other_bits(output: np.ndarray) -> np.ndarray:
+    return np.nextafter(output, np.float32(np.inf)) if len(output) == 1 else output
+
+
+FAULTS = {
+    "a product with bfloat16 weights is off by 0.5; expected 0.0001 at most": lambda output: output * np.float32(1.5),
+    "a row has other bits alone than among 16, with bfloat16 weights": other_bits,
+}
+
+
+@needs_libraries
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_tiles_run_only_if_they_pass_their_check(
+    fault: str | None, emulated: Path, monkeypatch: pytest.MonkeyPatch, out: Path
+) -> None:
+    """Else the next set does, with a warning. The check may come while a program is traced."""
+    if best_of_machine("portable") != WITHOUT_TILES:
+        pytest.skip(f"tiles are emulated on a CPU whose best set is {WITHOUT_TILES}")
+    for isa in SETS:
+        build.library(isa, out).symlink_to(build.library(isa, emulated if isa == TILES else build.HERE))
+    monkeypatch.setenv(native.DIRECTORY, str(out))
+    real, machine = native.open_library, types.SimpleNamespace(peagle_machine=lambda: TILES.encode())
+    monkeypatch.setattr(native, "open_library", lambda isa: machine if isa == "portable" else real(isa))
+    product = self_test._product
+    if fault is not None:
+        monkeypatch.setattr(self_test, "_product", lambda *operands: FAULTS[fault](product(*operands)))
+
+    def status() -> tuple[str | None, str]:
+        native.status.cache_clear()
+        jax.eval_shape(lambda x: x if native.available() else -x, 1)
+        return native.status()
+
+    if fault is None:
+        assert status() == (TILES, f"native, {TILES}")
+        return
+    failed = f"the kernels for {TILES} fail their check ({fault})"
+    with pytest.warns(InputWarning, match=re.escape(f"{failed}; those for {WITHOUT_TILES} run")):
+        assert status() == (WITHOUT_TILES, f"native, {WITHOUT_TILES} ({failed})")
+    monkeypatch.setenv(native.VARIABLE, TILES)
+    assert status_line() == f"{native.VARIABLE} is {TILES!r}, but {failed}; leave {native.VARIABLE} out"
+
+
 # Their compilation
 
 
@@ -271,7 +317,7 @@ def test_each_set_is_compiled_from_all_sources_with_its_flags(
         paths = build.build(out, sanitize=sanitize)
         for path, flags in zip(paths, build.instruction_sets().values(), strict=True):
             command = path.read_text().split()
-            assert [flag for flag in command if flag.startswith(("-mavx", "-mfma"))] == list(flags)
+            assert [flag for flag in command if flag.startswith(("-mavx", "-mfma", "-mamx"))] == list(flags)
             assert [Path(part).name for part in command if part.endswith(".cc")] == list(build.SOURCES)
             assert ("-fsanitize=address" in command) == sanitize
 

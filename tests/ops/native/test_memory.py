@@ -15,6 +15,7 @@ import pytest
 
 from peagle.ops import native
 from peagle.ops.native import build
+from tests.ops.conftest import WITHOUT_TILES, emulate_tiles
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -211,6 +212,8 @@ def test_no_set_goes_out_of_bounds_in_any_test(monkeypatch: pytest.MonkeyPatch, 
     libraries, reports = tmp_path / "libraries", tmp_path / "reports"
     reports.mkdir()
     build_sanitized(monkeypatch, libraries)
+    if best() == WITHOUT_TILES:
+        emulate_tiles(libraries, *build.SANITIZE)
     done, errors = sanitized_tests(libraries, reports, "not [xla and not [cuda")
     assert not errors, errors[0]
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
