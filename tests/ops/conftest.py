@@ -1,7 +1,6 @@
 """The kernels under test.
 
-`kernels` are the native ones of an instruction set, `opened` the CUDA ones on the CPU, through the tests' driver. On a
-CPU with all of avx512amx but its tiles these are emulated.
+`kernels` are the native ones of an instruction set, `opened` the CUDA ones on the CPU, through the tests' driver.
 `form` is each of them and XLA in turn, for suites that every form passes.
 """
 
@@ -58,7 +57,10 @@ def emulate_tiles(directory: Path, *flags: str) -> None:
 def running(
     isa: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, simplify: bool
 ) -> Iterator[None]:
-    """Select an instruction set; skip the test if this CPU lacks it or, to simplify, if another set is the same."""
+    """Select an instruction set; skip the test if this CPU lacks it or, to simplify, if another set is the same.
+
+    Tiles are emulated if the CPU lacks only them.
+    """
     monkeypatch.delenv(native.VARIABLE, raising=False)
     native.status.cache_clear()
     best, line = native.status()

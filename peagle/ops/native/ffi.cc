@@ -264,8 +264,8 @@ ffi::Error DrawHandler(ffi::ThreadPool pool, AnyBuffer weights, AnyBuffer keys, 
 // Whether the processor multiplies tiles of bfloat16, and Linux permits it to this process, which has to ask.
 [[maybe_unused]] bool HasTiles() {
 #if defined(__x86_64__) && defined(__linux__)
-  constexpr unsigned kTiles = 1u << 24 | 1u << 22;                // amx_tile, amx_bf16
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;     // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr unsigned kTiles = 1u << 24 | 1u << 22;             // amx_tile, amx_bf16
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) == kTiles &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
