@@ -434,8 +434,8 @@ struct Bfloat16Tiles : Bfloat16Pairs {
 struct Mxfp4Tiles : Mxfp4Pairs {
   static constexpr int64_t kBlockBytes = 16 * kBlockPairs;
 
-  // Decodes a block to bfloat16. Its scales, from `at` on, are added to the exponents, which is exact. Scales above 252, of
-  // numbers beyond bfloat16's range, count as 252.
+  // Decodes a block to bfloat16. Its scales, from `at` on, are added to the exponents: exact in the range of bfloat16. Scales
+  // above 252, of numbers beyond it, count as 252.
   static PEAGLE_INLINE const void* Block(const char* weights, const uint8_t* scales, int64_t at, int64_t, Words* room) {
     const __m512i one = _mm512_cvtepu8_epi32(Load<__m128i>(scales + at));
     const __m512i both = _mm512_or_si512(one, _mm512_slli_epi32(one, 16));
