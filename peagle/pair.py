@@ -13,24 +13,44 @@ A pair compiles its programs at first use and keeps them. Reported times exclude
 
 import bisect
 import dataclasses
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from peagle.config import DEFAULT_CHUNK, AnswerConfig, Drafts, EngineConfig, NumDrafts, SamplingParams, configs_of
+from peagle.config import (
+    DEFAULT_CHUNK,
+    AnswerConfig,
+    Drafts,
+    EngineConfig,
+    NumDrafts,
+    SamplingParams,
+    check_block,
+    configs_of,
+)
 from peagle.drafters.ngram import NGram
 from peagle.engine.auto.speculation import Speculation
-from peagle.engine.devices.engines import Engines, FreeMemory, ReplicaModels
+from peagle.engine.devices.free_memory import (
+    PAGES_FRAC,
+    FreeMemory,
+    most_prefix_bytes,
+    page_bytes,
+    refuse_beyond_free,
+    refuse_too_large_engine,
+)
 from peagle.engine.devices.remote import Coordinator
+from peagle.engine.devices.replicas import AnyEngine, Replicas
 from peagle.engine.grammar import Grammar
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.executor import Executor
 from peagle.engine.host.handoff import Fingerprints
-from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.grammar_compiler import Grammars
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.protocols import Drafter, Target
 from peagle.result import Result, refuse_stop_strings_without
 from peagle.stream import AsyncStream, Stream
@@ -85,18 +105,25 @@ class Pair:
     # shared with the pairs that `with_drafter` makes of this one
     memory: FreeMemory = field(default_factory=FreeMemory, repr=False, compare=False)
     grammars: Grammars = field(default=None, repr=False, compare=False)  # type: ignore[assignment]  # made below
-    engines: Engines = field(init=False, repr=False, compare=False)
+    engines: dict[ResolvedConfig, AnyEngine] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _making: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # with a neural drafter, adaptive steps also look drafts up in the text so far
-        lookup = NGram(longest=5) if self.drafter is not None and self.drafter.cache_groups else None
-        models = [
-            ReplicaModels(pair.target, pair.plain_target, pair.drafter, lookup) for pair in (self, *self.replicas)
-        ]
-        engines = Engines(models, self.stop_token_ids, self.fingerprints, self.coordinator, self.memory)
-        object.__setattr__(self, "engines", engines)
         if self.grammars is None:
             object.__setattr__(self, "grammars", Grammars(self.tokenizer, self.target.vocab_size))
+
+    def models(self, drafts: bool) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine. drafts: it speculates. Raises InputError if it would without a drafter."""
+        if not drafts:
+            return self.plain_target, None
+        if self.drafter is None:
+            raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
+        return self.target, self.drafter
+
+    @property
+    def lookup(self) -> Drafter | None:
+        """What adaptive steps use besides a neural drafter: n-grams of the text so far."""
+        return NGram(longest=5) if self.drafter is not None and self.drafter.cache_groups else None
 
     @property
     def max_positions(self) -> int:
@@ -188,7 +215,10 @@ class Pair:
         (resolved,) = configs_of(values, ResolvedConfig)
         if prefix_cache != "on":
             return resolved
-        return dataclasses.replace(resolved, prefix_cache=self.engines.prefix_cache_bytes(resolved))
+        if resolved.kv_memory is not None:  # no extra page: cached tokens lie in the pages that requests leave
+            return dataclasses.replace(resolved, prefix_cache=1)
+        most = most_prefix_bytes(self._page_bytes(resolved), self.memory.num_bytes())
+        return dataclasses.replace(resolved, prefix_cache=most)
 
     def default_context(
         self, num_speculative_tokens: int, slots: int = 1, kv_memory_bytes: int | None = None, num_engines: int = 1
@@ -204,7 +234,12 @@ class Pair:
 
         def fits(context: int) -> bool:
             config = self.engine_config(num_speculative_tokens, slots=slots, context=context, kv_memory=kv_memory_bytes)
-            return self.engines.fits(config, num_engines)
+            refuse_beyond_free(config, self.target, 1 + len(self.replicas))
+            try:
+                size = self._page_bytes(config)
+            except InputError:  # it does not hold one request
+                return False
+            return kv_memory_bytes is not None or num_engines * size <= PAGES_FRAC * self.memory.num_bytes()
 
         steps = range(1, max(1, most // CAPACITY_STEP) + 1)
         if fits(most):
@@ -272,5 +307,64 @@ class Pair:
         return min(rounded, self.max_positions)
 
     def engine(self, config: EngineConfig) -> AnyEngine:
-        """Return the engine of a config; equal configs share one (`peagle.engine.devices.engines.Engines.get`)."""
-        return self.engines.get(config if isinstance(config, ResolvedConfig) else self.resolve(config))
+        """Return the engine of a config; equal configs share one. Any thread may call it.
+
+        Replicas have an engine each. Raises InputError for a K that exceeds the positions or the drafter's window, for
+        K > 0 without a drafter, for caches that exceed the memory, for slots that replicas cannot share, and for a role
+        over several processes.
+        """
+        config = config if isinstance(config, ResolvedConfig) else self.resolve(config)
+        self._check(config)
+        with self._making:
+            if config not in self.engines:
+                self._warn_beyond_training(config)
+                refuse_beyond_free(config, self.target, 1 + len(self.replicas))
+                engine = self._make(config)
+                refuse_too_large_engine(engine)
+                self.engines[config] = engine
+            return self.engines[config]
+
+    def _make(self, config: ResolvedConfig) -> AnyEngine:
+        pairs = (self, *self.replicas)
+        share = config.share(len(pairs))
+        make = Executor if self.coordinator is None else self.coordinator.executor
+        # synthetic acceptance imitates one drafter
+        lookup = self.lookup if config.synthetic_acceptance is None else None
+        stops, prints = self.stop_token_ids, self.fingerprints
+        engines = [Engine(*pair.models(config.num_drafts > 0), share, stops, prints, make, lookup) for pair in pairs]
+        return Replicas(engines, config) if len(engines) > 1 else engines[0]
+
+    def _page_bytes(self, config: ResolvedConfig) -> int:
+        return page_bytes(*self.models(config.num_drafts > 0), config, 1 + len(self.replicas))
+
+    def _check(self, config: ResolvedConfig) -> None:
+        k, positions = config.num_drafts, self.target.max_positions
+        if k > positions - 2:
+            raise InputError(
+                f"K is {k}; expected at most {max(positions - 2, 0)}, since a step takes K + 1 positions after the "
+                f"prompt and the target has {positions}"
+            )
+        check_block(k, getattr(self.drafter, "block_drafts", None))
+        window = getattr(self.drafter, "window", None) if k else None
+        if window is not None and window < k + 1:
+            raise InputError(
+                f"the drafter's window is {window} positions; expected {k + 1} or more at K = {k}, since a step's rows "
+                f"must see the token they follow: raise --drafter-window, or lower -k to {max(window - 1, 0)}"
+            )
+        if self.coordinator is not None and config.role != "both":
+            raise InputError(f"a target over several processes cannot take the role {config.role!r}; leave role out")
+
+    def _warn_beyond_training(self, config: ResolvedConfig) -> None:
+        """Warn, once, if a drafter without a window may see more positions than it was trained on."""
+        trained = getattr(self.drafter, "trained_positions", None)
+
+        def beyond(config: ResolvedConfig) -> bool:
+            return trained is not None and config.num_drafts > 0 and config.context > trained
+
+        if beyond(config) and not any(map(beyond, self.engines)):
+            warnings.warn(
+                f"the context has {config.context} positions, but the drafter's config.json says {trained}: after "
+                "these its drafts may be accepted less; --drafter-window N limits how far its attention reaches",
+                InputWarning,
+                stacklevel=3,
+            )

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.handle import Handle
-from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.text.channels import ChannelParser, Delta

@@ -5,9 +5,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host.handle import Handle
-from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.result import Assembler, Result, follow, submit
 from peagle.text.tokenizer import Tokenizer

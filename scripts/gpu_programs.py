@@ -31,6 +31,7 @@ from jax.experimental import topologies
 from peagle.config import AUTO
 from peagle.engine.host import programs
 from peagle.engine.host.engine import Engine
+from peagle.engine.host.inspect import step_programs
 from peagle.engine.host.pass_plans import chunk_plan
 from peagle.engine.request import Request
 from peagle.engine.step.state import SlotParams
@@ -132,7 +133,7 @@ def compile_all(shape: Described, engine: Engine) -> None:
     params = SlotParams.of(Request((0,), 1), (), vocab_size)
     programs.first_token_program(False).lower(logits, number, number, params).compile()
     for sampled in (False, True):
-        engine.programs(sampled)
+        step_programs(engine, sampled)
 
 
 def read_programs(dump: Path) -> Iterator[Program]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from peagle.config import NumDrafts, SamplingParams
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request, StepRecord
 from peagle.ops.errors import InputError
 from peagle.pair import Pair

@@ -72,7 +72,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _no_stored_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure each engine's costs anew: those in the user's cache are of this machine."""
-    monkeypatch.setattr("peagle.engine.host.warmup.store_for", lambda *_: None)
+    monkeypatch.setattr("peagle.engine.auto.measure.store_for", lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

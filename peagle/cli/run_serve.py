@@ -15,8 +15,8 @@ from peagle.cli.display import PART, Display
 from peagle.cli.models import check_slots, chosen_context, chosen_models, load_pair
 from peagle.cli.output import say
 from peagle.cli.serve import Serve, Served
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.grammar import Grammar
-from peagle.engine.host.loop import AnyEngine
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import jax
 
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.engine import Engine
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.host.inspect import launching_alone, step_programs
 from peagle.engine.request import Request
 from peagle.engine.step.step import PARTS
 from peagle.ops.errors import InputError
@@ -113,13 +114,13 @@ def profile(
 def record(engine: Engine, batch: Sequence[Request], directory: Path, perfetto: bool = False) -> tuple[Path, int]:
     """Decode a batch under the profiler; return (the trace's file, the number of steps).
 
-    On a GPU the programs launch every operation alone (`Engine.launching_alone`). Raises InputError if the profiler
+    On a GPU the programs launch every operation alone (`launching_alone`). Raises InputError if the profiler
     wrote no trace.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # tracing Python takes longer than the steps
     before = _traces(directory)
-    with engine.launching_alone() as recompiles:
+    with launching_alone(engine.executor) as recompiles:
         if recompiles:  # before the trace
             list(engine.generate(batch))
         with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=perfetto):
@@ -138,8 +139,8 @@ def _traces(directory: Path) -> dict[Path, int]:
 def operation_parts(engine: AnyEngine, sampled: bool) -> dict[str, str]:
     """Map the operations of the step programs to parts of the step: {module/operation: part}."""
     part_of: dict[str, str] = {}
-    with engine.one.launching_alone():
-        for program in engine.one.programs(sampled):
+    with launching_alone(engine.one.executor):
+        for program in step_programs(engine.one, sampled):
             part_of |= operation_parts_of(program.as_text() or "")
     return part_of
 

@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.handoff import HandOff
-from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.serve.errors import ApiError
@@ -240,20 +240,11 @@ class EngineLoop:
             while self._wait():
                 self._add_new()
                 self._run_task()
-                self._step()
+                self.engine.step()
                 self._deliver()
                 self._last_step_s = time.monotonic()
         except BaseException as error:  # the thread ends: no request may wait for it
             self._fail(" ".join(str(error).split()) or type(error).__name__)
-
-    def _step(self) -> None:
-        """Run a step. Locals of `_drive` would keep the last handle, with its large hand-off, alive while idle."""
-        num_tokens = 0
-        for handle, chunk in self.engine.step():
-            handle.inbox.append(chunk)
-            num_tokens += len(chunk.token_ids) + (0 if chunk.queued_s is None else len(chunk.request.prompt_ids))
-        if num_tokens:
-            self.count_step(num_tokens)
 
     def _wait(self) -> bool:
         """Wait for a request or a task; return False if the thread is to end."""
@@ -293,8 +284,10 @@ class EngineLoop:
     def _deliver(self) -> None:
         """Send the chunks of a step to their event loops, and forget requests that have ended."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, TokenChunk | ApiError]]] = {}
-        ended = []
+        ended, num_tokens = [], 0
         for handle, job in self._running.items():
+            for chunk in handle.inbox:
+                num_tokens += len(chunk.token_ids) + (0 if chunk.queued_s is None else len(chunk.request.prompt_ids))
             items = by_loop.setdefault(job.call.loop, [])
             if handle.error is not None:
                 status = 400 if isinstance(handle.error, GrammarError) else 500
@@ -304,6 +297,8 @@ class EngineLoop:
                 items.append((job, handle.inbox.popleft()))
             if handle.finished is not None:
                 ended.append(handle)
+        if num_tokens:
+            self.count_step(num_tokens)
         with self._lock:
             for handle in ended:
                 del self._running[handle]

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import TokenChunk
 from peagle.ops.attention import PAGE_SIZE
 from peagle.result import Assembler, Counters, Piece, Result

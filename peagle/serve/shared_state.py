@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.grammar import CompiledGrammar
-from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps

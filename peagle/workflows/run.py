@@ -19,8 +19,8 @@ from pathlib import Path
 
 from peagle.config import Drafts, EngineConfig, SamplingParams
 from peagle.engine.auto.widths import CostTable
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.handle import Handle
-from peagle.engine.host.loop import AnyEngine
 from peagle.engine.memory.kv_memory import PrefixCacheUse
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig

@@ -24,7 +24,7 @@ def work(team: Team) -> int:
             if arguments["aux_layer_ids"] is not None:  # JSON has made it a list
                 arguments["aux_layer_ids"] = tuple(arguments["aux_layer_ids"])
             pair = load(**arguments)
-            worker = Worker(pair.engines.models.of, pair.engines.models.lookup)
+            worker = Worker(pair.models, pair.lookup)
         elif "margin" in message:
             assert pair is not None
             prompt_ids, output_ids, capacity = message["margin"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.handoff import HandOff, parse
-from peagle.engine.host.loop import AnyEngine
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError

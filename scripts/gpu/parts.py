@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bench import WeightBytes
 from peagle.measure.profile import STEPS, record

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
 from peagle.text.tokenizer import load_tokenizer

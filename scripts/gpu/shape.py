@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
 from peagle.config import AUTO, NumDrafts, SamplingParams
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import default_chunk
 from peagle.measure.bench import BenchOptions, bench

@@ -13,7 +13,7 @@ import numpy as np
 
 import peagle
 from peagle.config import DEFAULT_CHUNK
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.bench import BenchOptions, prefill, time_steps
 from peagle.measure.provenance import version_of

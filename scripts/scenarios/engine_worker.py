@@ -110,18 +110,21 @@ class Measured:
         times: list[list[float]] = [[] for _ in arrivals]
         indices: dict[Any, int] = {}
         started = time.perf_counter()
-        while waiting or engine.busy:
+
+        def add_due() -> None:
             while waiting and arrivals[waiting[0]][1] <= time.perf_counter() - started:
                 index = waiting.pop(0)
                 (prompt, new), _ = arrivals[index]
                 request = Request(self._prompt(prompt, index), new, stop_token_ids=(), index=index)
                 indices[engine.add(request)] = index
-            if not engine.busy:
-                time.sleep(max(0.0, arrivals[waiting[0]][1] - (time.perf_counter() - started)))
-                continue
-            for handle, chunk in engine.step():
+
+        while waiting:
+            time.sleep(max(0.0, arrivals[waiting[0]][1] - (time.perf_counter() - started)))
+            add_due()
+            for handle, chunk in engine.run(indices):
                 if chunk.token_ids:
                     times[indices[handle]].append(chunk.time_s)
+                add_due()
         engine.settle()
         return times, [started + due for _, due in arrivals]
 

@@ -34,7 +34,7 @@ from pathlib import Path
 import peagle
 from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, HELD_OUT, NGRAM
 from peagle.config import AUTO, NumDrafts
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.provenance import num_threads
 from peagle.ops.errors import InputError, InputWarning

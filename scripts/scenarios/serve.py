@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import peagle
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.provenance import num_threads
 from peagle.measure.reports import Block, heading

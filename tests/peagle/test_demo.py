@@ -15,6 +15,7 @@ from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_DIRECTORY, DEMO_EAGLE3
 from peagle.cli.run_speculate import EXAMPLE
 from peagle.config import Drafts, EngineConfig
 from peagle.engine.auto.speculation import read_speculation
+from peagle.engine.host.inspect import step_programs
 from peagle.loading import MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
 from peagle.ops.linear import PackedMatrix
@@ -118,7 +119,7 @@ def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int, adap
     engine = demo.engine(dataclasses.replace(shape, steps_per_dispatch=together))
     pages = engine.executor.shapes.target_cache.pages
     leaves = jax.tree.leaves((engine.target, pages))
-    programs = engine.programs()
+    programs = step_programs(engine)
     assert len(programs) == (2 if adaptive else 1)
     for program in programs:
         memory = program.memory_analysis()
@@ -134,7 +135,7 @@ def num_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 def test_plain_steps_are_dispatched_and_not_waited_for(demo: Pair, together: int) -> None:
     """XLA on CPU runs a program that counts fewer than 1000 operations inside the dispatching call."""
     shape = dataclasses.replace(demo.engine_config(0, context=512), steps_per_dispatch=together)
-    (program,) = demo.engine(shape).programs()
+    (program,) = step_programs(demo.engine(shape))
     analysis = program.cost_analysis()
     assert analysis is not None
     assert analysis["flops"] > 4000

@@ -14,7 +14,7 @@ import peagle
 from peagle.checkpoints import DEMO_DIRECTORY, drafter_path, resolve
 from peagle.config import Drafts, EngineConfig, SamplingParams
 from peagle.engine.auto.speculation import Speculation
-from peagle.engine.devices.engines import LEAST_PREFIX_BYTES, FreeMemory
+from peagle.engine.devices.free_memory import LEAST_PREFIX_BYTES, FreeMemory
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.fit import check_fit
@@ -169,7 +169,7 @@ def test_no_parameter_of_a_request_needs_an_engine_of_its_own(toy: Pair) -> None
     stopping = dataclasses.replace(toy, stop_token_ids=(stop,))
     assert stopping.generate([50], **options).output_ids == greedy[: greedy.index(stop) + 1]
     assert stopping.generate([50], ignore_eos=True, **options).output_ids == greedy
-    assert [len(pair.engines.by_config) for pair in (toy, stopping)] == [1, 1]
+    assert [len(pair.engines) for pair in (toy, stopping)] == [1, 1]
 
 
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -214,7 +214,7 @@ def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match="context is 1 positions; expected room"):
         pair.engine_config(0, context=1)
     one = sum(pair.engine(pair.engine_config(0, context=128)).memory_bytes())
-    for module in ("peagle.ops.memory", "peagle.engine.devices.engines"):
+    for module in ("peagle.ops.memory", "peagle.engine.devices.free_memory"):
         monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: 3 * one)
     line = r"positions for 64 slots, .* for the state of the slots and .* for a step's logits, .* together, do not fit"
     with pytest.raises(InputError, match=line + r".*each slot takes .* slots fit: lower") as refused:
@@ -236,7 +236,7 @@ def test_memory_for_keys_and_values_is_refused_if_it_is_too_small_or_is_not_ther
     enough = float(re.findall(r"expected ([\d.]+) kB or more", str(refused.value))[0]) * 1e3
     assert engine(round(enough)).page_use.num_tokens < 2 * 256
     assert engine(int(enough * 3)).page_use.num_tokens > 2 * 256
-    monkeypatch.setattr("peagle.engine.devices.engines.available_memory_bytes", lambda: int(enough * 4))
+    monkeypatch.setattr("peagle.engine.devices.free_memory.available_memory_bytes", lambda: int(enough * 4))
     with pytest.raises(
         InputError, match=r"keys and values may take .* [kM]B, but .* are available; .* smaller --kv-memory"
     ):
@@ -250,10 +250,10 @@ def test_the_prefix_cache_takes_a_part_of_the_free_memory(pair: Pair, monkeypatc
     assert [kept(size) for size in ("off", 0, 4096)] == [0, 0, 4096]
     assert kept("on", kv_memory=1 << 24) == 1  # no page more
     for free, part in ((100_000_000, 10_000_000), (10_000_000_000, LEAST_PREFIX_BYTES)):
-        monkeypatch.setattr("peagle.engine.devices.engines.available_memory_bytes", lambda free=free: free)
+        monkeypatch.setattr("peagle.engine.devices.free_memory.available_memory_bytes", lambda free=free: free)
         fresh = dataclasses.replace(pair, memory=FreeMemory())
         assert kept("on", fresh) == part
-        monkeypatch.setattr("peagle.engine.devices.engines.available_memory_bytes", lambda: 7)
+        monkeypatch.setattr("peagle.engine.devices.free_memory.available_memory_bytes", lambda: 7)
         assert kept("on", fresh) == part  # equal arguments make equal engines
 
 
@@ -265,7 +265,7 @@ def test_the_default_context_is_the_models_or_what_the_memory_holds(
     assert pair.default_context(3, kv_memory_bytes=int(1.2 * size)) == 256
     assert pair.default_context(3, slots=4, kv_memory_bytes=100 * size) == MAX_POSITIONS
     fresh = dataclasses.replace(pair, memory=FreeMemory())
-    monkeypatch.setattr("peagle.engine.devices.engines.available_memory_bytes", lambda: int(1.3 * size))
+    monkeypatch.setattr("peagle.engine.devices.free_memory.available_memory_bytes", lambda: int(1.3 * size))
     assert fresh.default_context(3) == 256
     assert fresh.default_context(3, num_engines=2) == 128
     monkeypatch.setattr("peagle.pair.MOST_RESERVED", 100)

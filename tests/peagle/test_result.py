@@ -220,7 +220,7 @@ def test_speculation_ends_where_plain_decoding_does(toy: Pair, options: dict[str
         stream = toy.stream("Hi", max_new_tokens=60, num_speculative_tokens=K, stop=["\x00", stop], **options)
         assert "".join(stream) == plain.text
         assert stream.result.output_ids == plain.output_ids
-    assert not any(engine.busy for engine in toy.engines.by_config.values())
+    assert not any(engine.busy for engine in toy.engines.values())
 
 
 def test_without_a_tokenizer_there_is_no_text_to_stop() -> None:

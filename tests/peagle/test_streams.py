@@ -23,20 +23,20 @@ PROMPTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def one_engine(pair: Pair) -> Engine:
-    (engine,) = (engine for config, engine in pair.engines.by_config.items() if config.slots == 2)
+    (engine,) = (engine for config, engine in pair.engines.items() if config.slots == 2)
     return engine
 
 
 def most_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Callable[[], int]:
     """Record the most requests in slots at any dispatch from now on."""
-    active, step = [0], engine._step
+    active, step = [0], engine.step
 
     def counting() -> Any:
         chunks = step()
         active.append(engine._scheduler.num_active)
         return chunks
 
-    monkeypatch.setattr(engine, "_step", counting)
+    monkeypatch.setattr(engine, "step", counting)
     return lambda: max(active)
 
 
@@ -51,7 +51,7 @@ def some_pair(request: pytest.FixtureRequest, tokenizer: ByteLevelTokenizer) -> 
 def test_threads_that_stream_at_once_get_what_each_gets_alone(
     some_pair: Pair, monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
-    some_pair.engines.by_config.clear()
+    some_pair.engines.clear()
     options = {**SHAPE, "num_speculative_tokens": k}
     alone = [some_pair.generate(text, **options, **sampling) for text, sampling in PROMPTS]
     most = most_at_once(monkeypatch, one_engine(some_pair))
@@ -73,7 +73,7 @@ def test_threads_that_stream_at_once_get_what_each_gets_alone(
 
 
 def test_tasks_that_stream_at_once_get_what_each_gets_alone(some_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    some_pair.engines.by_config.clear()
+    some_pair.engines.clear()
     options = {**SHAPE, "num_speculative_tokens": 3}
     alone = [some_pair.generate(text, **options, **sampling) for text, sampling in PROMPTS]
     most = most_at_once(monkeypatch, one_engine(some_pair))
@@ -116,7 +116,7 @@ def test_a_stream_that_ends_early_frees_its_slot(tokenizer: ByteLevelTokenizer, 
     pair = toy_pair(tokenizer)
     options: dict[str, Any] = {"max_new_tokens": 200, "num_speculative_tokens": 1}
     whole = pair.generate("hello", **options)
-    (engine,) = pair.engines.by_config.values()
+    (engine,) = pair.engines.values()
 
     async def early() -> None:
         stream = pair.astream("hello", **options)
@@ -167,14 +167,14 @@ def test_a_stream_that_is_closed_before_it_began_asks_nothing(toy: Pair) -> None
 
 def test_the_event_loop_goes_on_while_a_stream_waits(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = toy.astream("hello", max_new_tokens=20, num_speculative_tokens=0, slots=2)
-    (engine,) = toy.engines.by_config.values()
-    went_on, step = threading.Event(), engine._step
+    (engine,) = toy.engines.values()
+    went_on, step = threading.Event(), engine.step
 
     def waiting() -> Any:
         assert went_on.wait(600), "the event loop is blocked"
         return step()
 
-    monkeypatch.setattr(engine, "_step", waiting)
+    monkeypatch.setattr(engine, "step", waiting)
 
     async def go_on() -> None:
         went_on.set()
@@ -200,7 +200,7 @@ def test_text_that_is_held_back_is_shown_at_the_end(toy: Pair) -> None:
 def test_streams_that_name_their_context_share_an_engine(toy: Pair) -> None:
     for text, budget in (("a", 10), ("b" * 150, 60)):
         toy.generate(text, max_new_tokens=budget, num_speculative_tokens=3, context=300, slots=2)
-    ((config, _),) = toy.engines.by_config.items()
+    ((config, _),) = toy.engines.items()
     assert (config.context, config.slots) == (300, 2)
     assert len(toy.generate("a" * 250, max_new_tokens=200, num_speculative_tokens=3, context=300).output_ids) < 50
     with pytest.raises(InputError, match=r"the context holds 20 positions; .* raise --context"):

@@ -56,7 +56,7 @@ def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings
     assert ringed.output_ids == whole.output_ids == plain.output_ids
     assert ringed.steps == whole.steps
     assert 0 < ringed.counters.num_accepted < K * ringed.counters.num_steps
-    rings = [pair.engine(config) for config in pair.engines.by_config if config.num_speculative_tokens]
+    rings = [pair.engine(config) for config in pair.engines if config.num_speculative_tokens]
     assert rings[0].memory_bytes()[0] < other.engine(rings[0].config).memory_bytes()[0]
 
 

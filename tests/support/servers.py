@@ -59,7 +59,7 @@ def service_of(
     **options: Any,
 ) -> SharedState:
     # several tests have engines of one shape, and each engine has one driver
-    pair.engines.by_config.clear()
+    pair.engines.clear()
     pair = dataclasses.replace(pair, replicas=(pair,) * (replicas - 1))
     shape: dict[str, Any] = {"context": context, "slots": slots, "k_per_request": True}
     config = pair.engine_config(k, kv_memory=kv_memory, prefix_cache=prefix_cache, **shape)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -12,8 +12,10 @@ import numpy as np
 
 from drafter.config import DrafterConfig
 from peagle.engine.auto.widths import CostTable
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.engine import Engine
-from peagle.engine.request import Request, StepRecord
+from peagle.engine.host.handle import Handle
+from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.engine.step.state import DecodeState
 from peagle.ops.attention import CacheGroup, PagedCache, group_layers
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, VerifyOutput, likeliest_of
@@ -231,6 +233,16 @@ def check_whole(engine: Engine) -> None:
     if not engine.busy:
         for number, count in enumerate(engine.memory.num_pages):
             assert engine.memory.pool.num_available(number) == count
+
+
+def stepped(engine: AnyEngine, handles: Iterable[Handle]) -> list[tuple[Handle, TokenChunk]]:
+    """Run a step; take the chunks of these requests."""
+    engine.step()
+    return taken(handles)
+
+
+def taken(handles: Iterable[Handle]) -> list[tuple[Handle, TokenChunk]]:
+    return [(handle, handle.inbox.popleft()) for handle in handles for _ in range(len(handle.inbox))]
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[StepRecord]]]:

@@ -1,1 +1,1 @@
-"""Engines on several devices, in several processes; the engines of a pair."""
+"""Engines on several devices, in several processes; whether they fit into the memory."""

@@ -102,7 +102,7 @@ for _name in VERBS:
 
 
 class Worker:
-    """The executors of another process than 0. models(drafts): see `ReplicaModels.of`."""
+    """The executors of another process than 0. models(drafts): see `Pair.models`."""
 
     def __init__(self, models: Callable[[bool], tuple[Target, Drafter | None]], lookup: Drafter | None = None) -> None:
         self._models, self._lookup = models, lookup

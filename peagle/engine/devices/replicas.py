@@ -17,14 +17,16 @@ import dataclasses
 import os
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 
+from peagle.engine.auto.measure import Measuring
 from peagle.engine.auto.widths import CostTable
 from peagle.engine.host.engine import Engine
-from peagle.engine.host.handle import Chunks, EngineError, Handle
+from peagle.engine.host.handle import Handle
 from peagle.engine.host.handoff import HandOff
-from peagle.engine.host.loop import AnyEngine, Measuring
+from peagle.engine.host.loop import EngineBase
 from peagle.engine.host.timing import LoopTimes
 from peagle.engine.memory.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request
@@ -36,7 +38,7 @@ MOST_POLLING_S = 5e-3  # in one step, so that the driver can add requests for id
 STALLED_S = 60.0  # block on an engine after this long, so that the loop's watcher sees the stall
 
 
-class Replicas(AnyEngine):
+class Replicas(EngineBase):
     """Decode requests with several engines of equal models. They share the slots and bytes of `config`."""
 
     def __init__(self, engines: Sequence[Engine], config: ResolvedConfig) -> None:
@@ -57,7 +59,7 @@ class Replicas(AnyEngine):
         self.one.check(request, hand_off)
 
     def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        handle = self.one.prepare(request, timeout_s, hand_off)
+        handle = self.one.admission.handle(request, timeout_s, hand_off)
         with self._entry, self._lock:
             for engine in self.engines:
                 engine.raise_failure()
@@ -80,7 +82,7 @@ class Replicas(AnyEngine):
         constrained: bool = False,
         alone: bool = False,  # noqa: ARG002  # replicas have a slot each
     ) -> None:
-        """See `AnyEngine.warm_up`. Engines compile at once, in as many threads as there are processors.
+        """See `Engine.warm_up`. Engines compile at once, in as many threads as there are processors.
 
         Then one engine measures costs for all, while none compiles. Raises the first failure as soon as the running
         compilations have ended.
@@ -93,7 +95,7 @@ class Replicas(AnyEngine):
             with concurrent.futures.ThreadPoolExecutor(min(len(self.engines), os.cpu_count() or 1)) as threads:
                 begun = [
                     threads.submit(
-                        engine.warm_up, sampled, full_logits=full_logits, constrained=constrained, measure=False
+                        engine.warm_up, sampled, full_logits=full_logits, constrained=constrained, measures=False
                     )
                     for engine in self.engines
                 ]
@@ -118,7 +120,7 @@ class Replicas(AnyEngine):
 
     @property
     def costs(self) -> CostTable | None:
-        """See `AnyEngine.costs`: by the active slots of one engine."""
+        """The costs by the active slots of one engine."""
         return self.one.costs
 
     @property
@@ -142,32 +144,25 @@ class Replicas(AnyEngine):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    def _step(self) -> Chunks:
+    def step(self) -> None:
         """Send the engines their next dispatches; wait briefly until one is ready, and read all ready ones."""
-        interrupt.check()
-        for engine in self.engines:
-            engine.raise_failure()
-        self._finish_aborted()
-        self._end_overdue()
-        self._hand_out()
-        for engine in self.engines:
-            if not engine.idle and engine not in self._sent:
-                self._sent[engine] = time.perf_counter()
-                if chunks := engine.send():
-                    return chunks  # before another `send` can fail
-        until = time.perf_counter() + MOST_POLLING_S
-        while not (ready := self._ready) and self._sent and time.perf_counter() < until:
-            time.sleep(POLL_S)
-        chunks = []
-        for engine in ready:
-            del self._sent[engine]
-            try:
-                chunks += engine.receive()
-            except EngineError:
-                if not chunks:
-                    raise
-                break  # the next step raises it
-        return chunks
+        with self._lock:
+            interrupt.check()
+            for engine in self.engines:
+                engine.raise_failure()
+            self._finish_aborted()
+            self._end_overdue()
+            self._hand_out()
+            for engine in self.engines:
+                if not engine.idle and engine not in self._sent:
+                    self._sent[engine] = time.perf_counter()
+                    engine.send()
+            until = time.perf_counter() + MOST_POLLING_S
+            while not (ready := self._ready) and self._sent and time.perf_counter() < until:
+                time.sleep(POLL_S)
+            for engine in ready:
+                del self._sent[engine]
+                engine.receive()
 
     @property
     def _ready(self) -> list[Engine]:
@@ -213,3 +208,6 @@ class Replicas(AnyEngine):
         for handle in [h for h in self._waiting if h.deadline_s is not None and now >= h.deadline_s]:
             self._waiting.remove(handle)
             handle.finish("timeout")
+
+
+AnyEngine: TypeAlias = Engine | Replicas  # for callers of any thread

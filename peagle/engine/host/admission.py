@@ -1,42 +1,42 @@
 """Check requests before any work, and make their handles."""
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from peagle.engine.grammar import GrammarError, Matcher
 from peagle.engine.host import handoff
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.handoff import HandOff
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 
-if TYPE_CHECKING:
-    from peagle.engine.host.engine import Engine
 
-
+@dataclass(frozen=True)
 class Admission:
-    """Checks requests against an engine's config and models."""
+    """What an engine's requests must fit. check_hand_off: raises InputError for one that its pages cannot take."""
 
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
+    config: ResolvedConfig
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]  # of requests that set none
+    check_hand_off: Callable[[HandOff], None]
 
     def check(self, request: Request, hand_off: HandOff | None) -> None:
         """Raise InputError for a request that this engine cannot run, or cannot continue from this hand-off."""
-        engine, config, vocab_size = self._engine, self._engine.config, self._engine.target.vocab_size
         if hand_off is not None:
-            if config.role == "prefill":
+            if self.config.role == "prefill":
                 raise InputError("this engine only prefills; send the hand-off to one that decodes")
-            handoff.check(engine.executor, engine.memory, hand_off, config.context, engine.fingerprints)
-            handoff.check_request(hand_off, request, self._stops_of(request), vocab_size)
-        elif config.role == "decode":
+            self.check_hand_off(hand_off)
+            handoff.check_request(hand_off, request, self._stops_of(request), self.vocab_size)
+        elif self.config.role == "decode":
             raise InputError(
                 "this engine only decodes; expected a hand-off with the request, from an engine that prefills"
             )
-        config.check(request, vocab_size)
+        self.config.check(request, self.vocab_size)
         if request.grammar is not None:
-            check_grammar(request, self._stops_of(request), vocab_size)
-            if config.synthetic_acceptance is not None:
+            check_grammar(request, self._stops_of(request), self.vocab_size)
+            if self.config.synthetic_acceptance is not None:
                 raise InputError("synthetic acceptance ignores grammars; leave one of them out")
             if hand_off is not None:
                 self._matcher(request, hand_off)
@@ -54,7 +54,7 @@ class Admission:
         return handle
 
     def _stops_of(self, request: Request) -> tuple[int, ...]:
-        return self._engine.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
 
     def _matcher(self, request: Request, hand_off: HandOff | None) -> Matcher | None:
         """Make the matcher of a request's grammar and let it read the tokens of the hand-off.

@@ -1,17 +1,16 @@
-"""Turn the results of dispatches into chunks of tokens."""
+"""Read the results of dispatches: what they emitted for each request, and its chunk of tokens."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from peagle.engine.grammar import GrammarError
-from peagle.engine.host.executor import ModelName
-from peagle.engine.host.handle import Chunks, Handle
-from peagle.engine.host.scheduler import Chunk, Steps
+from peagle.engine.host.constrained import renew
+from peagle.engine.host.executor import Executor, ModelName
+from peagle.engine.host.handle import Handle
+from peagle.engine.host.in_flight import InFlight
+from peagle.engine.host.scheduler import Chunk
 from peagle.engine.request import Drafting, FinishReason, StepRecord, TokenChunk, TokenLogprobs
 from peagle.engine.step.sampling import LogProbs
 from peagle.engine.step.step_kinds import StepOutput
@@ -19,144 +18,117 @@ from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Explains
 
-if TYPE_CHECKING:
-    from peagle.engine.host.engine import Engine
-
 
 @dataclass(frozen=True)
-class InFlight:
-    """A dispatch that was sent and not yet read."""
+class Emitted:
+    """What a dispatch emitted for a request. not_finite: the model whose next logits are not finite."""
 
-    action: Chunk[Handle] | Steps
-    result: jax.Array
-    requests: tuple[Handle | None, ...]  # of each row of the result; () if a chunk completed no prompt
-    sent_s: float
-    num_drafts: int = 0
-    num_steps: int = 0
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens that its steps add to a request."""
-        return self.num_steps * (self.num_drafts + 1)
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.result.is_ready())  # type: ignore[attr-defined]
+    handle: Handle
+    token_ids: tuple[int, ...]
+    steps: tuple[StepRecord, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    not_finite: ModelName | None = None
 
 
-class Collector:
-    """Reads the dispatches of an engine, and ends requests that are complete."""
+def read(sent: InFlight, values: np.ndarray) -> list[Emitted]:
+    """Read the result of a dispatch. Requests that have ended since it was sent get nothing."""
+    if isinstance(sent.action, Chunk):
+        return _read_first(values, sent.requests)
+    return _read_steps(StepOutput.unpack(values, sent.num_drafts), sent.requests)
 
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
 
-    def read(self, sent: InFlight, values: np.ndarray, now: float) -> Chunks:
-        if isinstance(sent.action, Chunk):
-            return self._read_first(values, sent, now)
-        return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
+def _read_first(values: np.ndarray, requests: Sequence[Handle | None]) -> list[Emitted]:
+    """Read first tokens. A resumed request has emitted its first token before."""
+    read = []
+    for row, handle in enumerate(requests):
+        if handle is None or handle.output_ids or handle.finished is not None:
+            continue
+        token = int(values[row, 0])
+        if token == NO_TOKEN:
+            read.append(Emitted(handle, (), not_finite="target"))
+            continue
+        logprobs = _logprobs(LogProbs.unpack(values[row][None, 1:]), (token,), handle.request.logprobs)
+        read.append(Emitted(handle, (token,), logprobs=tuple(logprobs)))
+    return read
 
-    def _read_first(self, values: np.ndarray, sent: InFlight, now: float) -> Chunks:
-        """Make the chunks of first tokens. A resumed request has emitted its first token before."""
-        chunks = []
-        for row, handle in enumerate(sent.requests):
-            if handle is None or handle.output_ids or not self._engine.is_alive(handle):
-                continue
-            token = int(values[row, 0])
-            if token == NO_TOKEN:
-                chunks.append((handle, self._not_finite(handle, "target", (), ())))
-                continue
-            logprobs = _logprobs(LogProbs.unpack(values[row][None, 1:]), (token,), handle.request.logprobs)
-            chunks.append((handle, self._chunk(handle, (token,), now, (), logprobs)))
-        return chunks
 
-    def _read_steps(self, output: StepOutput, sent: InFlight, now: float) -> Chunks:
-        chunks = []
-        for row, handle in enumerate(sent.requests):
-            if handle is None or not self._engine.is_alive(handle):
-                continue
-            token_ids: list[int] = []
-            logprobs: list[TokenLogprobs] = []
-            records: list[StepRecord] = []
-            not_finite: ModelName | None = None
-            for index in np.flatnonzero(output.num_accepted[:, row] >= 0).tolist():
-                accepted, verified = int(output.num_accepted[index, row]), int(output.num_verified[index, row])
-                tokens = output.token_ids[index, row].tolist()
-                drafts = tuple(output.draft_token_ids[index, row, :verified].tolist())
-                emitted = tokens[: int(output.count[index, row])]
-                if NO_TOKEN in emitted or NO_TOKEN in drafts:
-                    not_finite = "target" if NO_TOKEN in emitted else "drafter"
-                    token_ids += tokens[:accepted]
-                    break
-                drafted, source = int(output.num_drafted[index, row]), int(output.source[index, row])
-                records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted], drafted, source))
-                token_ids += emitted
-                if output.log_probs is not None:
-                    logprobs += _logprobs(output.log_probs.at(index, row), emitted, handle.request.logprobs)
-                if output.caught_up[index, row]:
-                    handle.drafter_rows = handle.length + 1
-                handle.length += accepted + 1
-                handle.drafting = Drafting(min(handle.drafting, int(output.drafting[index, row])))
-            if not_finite is not None:
-                chunks.append((handle, self._not_finite(handle, not_finite, tuple(token_ids), tuple(records))))
-            elif records:
-                chunks.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records), logprobs)))
-        return chunks
+def _read_steps(output: StepOutput, requests: Sequence[Handle | None]) -> list[Emitted]:
+    """Read steps; add up the length of each request, and what it and its drafter have read."""
+    read = []
+    for row, handle in enumerate(requests):
+        if handle is None or handle.finished is not None:
+            continue
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        records: list[StepRecord] = []
+        not_finite: ModelName | None = None
+        for index in np.flatnonzero(output.num_accepted[:, row] >= 0).tolist():
+            accepted, verified = int(output.num_accepted[index, row]), int(output.num_verified[index, row])
+            tokens = output.token_ids[index, row].tolist()
+            drafts = tuple(output.draft_token_ids[index, row, :verified].tolist())
+            emitted = tokens[: int(output.count[index, row])]
+            if NO_TOKEN in emitted or NO_TOKEN in drafts:
+                not_finite = "target" if NO_TOKEN in emitted else "drafter"
+                token_ids += tokens[:accepted]
+                break
+            drafted, source = int(output.num_drafted[index, row]), int(output.source[index, row])
+            records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted], drafted, source))
+            token_ids += emitted
+            if output.log_probs is not None:
+                logprobs += _logprobs(output.log_probs.at(index, row), emitted, handle.request.logprobs)
+            if output.caught_up[index, row]:
+                handle.drafter_rows = handle.length + 1
+            handle.length += accepted + 1
+            handle.drafting = Drafting(min(handle.drafting, int(output.drafting[index, row])))
+        if records or not_finite is not None:
+            read.append(Emitted(handle, tuple(token_ids), tuple(records), tuple(logprobs), not_finite))
+    return read
 
-    def _not_finite(
-        self, handle: Handle, model: ModelName, token_ids: tuple[int, ...], records: tuple[StepRecord, ...]
-    ) -> TokenChunk:
-        """End a request whose logits are not finite; return its last chunk, with these tokens.
 
-        A diagnostic pass over the tokens names the model's first output that is not finite.
-        """
-        engine, tokens = self._engine, [*handle.token_ids, *token_ids]
-        message = (
-            f"the {model}'s logits for token {len(tokens) - len(handle.request.prompt_ids)} of the answer to "
-            f"{handle.request.name} are not finite"
-        )
-        if isinstance(engine.target if model == "target" else engine.drafter, Explains):
-            where = engine.executor.first_not_finite(model, tokens)
-            first = f"; the first output that is not finite is that of {where}"
-            message += first if where else ", but a second pass gives finite ones"
-        todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
-        engine.finish(handle, "error", InputError(f"{message}; {todo}"))
-        engine.memory.pool.free_cached()  # on XLA a row that is not finite spoils earlier rows of its pass
-        return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
+def commit(emitted: Emitted, now: float, hands_over: bool, executor: Executor) -> tuple[TokenChunk, InputError | None]:
+    """Add tokens to their request; return their chunk, and the error if the request has failed.
 
-    def _chunk(
-        self,
-        handle: Handle,
-        token_ids: tuple[int, ...],
-        now: float,
-        records: tuple[StepRecord, ...],
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> TokenChunk:
-        """Make the chunk of these tokens. End the request after a stop token, at its budget, or to hand it over."""
-        engine = self._engine
-        handle.output_ids += token_ids
-        reason: FinishReason | None = None
-        if token_ids and token_ids[-1] in handle.stop_token_ids:
-            reason = "stop"
-        elif len(handle.output_ids) >= handle.request.max_new_tokens:
-            reason = "length"
-        elif engine.config.role == "prefill":
-            handle.hand_off, reason = engine.pack(handle), "handed_off"
-        # rows after a stop token do not count
-        handle.length = min(handle.length, len(handle.token_ids) - 1)
-        engine.pages.publish_output(handle, ends=reason is not None)
-        if reason is not None:
-            handle.finished = reason
-            engine.remove(handle)
-        if handle.matcher is not None and reason != "length":
-            handle.matcher.read(token_ids if reason is None else token_ids[:-1])
-            if reason == "stop" and handle.matcher.limited:
-                engine.constrained.renew(handle, handle.output_ids[:-1])
-            if reason == "stop" and (failure := handle.matcher.failure):
-                handle.error, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
-                handle.finished = reason
-        first = (0, None) if records else (handle.num_cached_tokens, handle.queued_s)
-        error = None if handle.error is None else str(handle.error)
-        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), *first, error)
+    The chunk has a finish_reason after a stop token, at the budget, and if the engine hands requests over.
+    """
+    handle, token_ids = emitted.handle, emitted.token_ids
+    if emitted.not_finite is not None:
+        error = _not_finite(handle, token_ids, emitted.not_finite, executor)
+        return TokenChunk(handle.request, token_ids, now, emitted.steps, "error", error=str(error)), error
+    handle.output_ids += token_ids
+    # rows after a stop token do not count
+    handle.length = min(handle.length, len(handle.request.prompt_ids) + len(handle.output_ids) - 1)
+    reason: FinishReason | None = "handed_off" if hands_over else None
+    failed: InputError | None = None
+    if token_ids and token_ids[-1] in handle.stop_token_ids:
+        reason = "stop"
+    elif len(handle.output_ids) >= handle.request.max_new_tokens:
+        reason = "length"
+    if handle.matcher is not None and reason != "length":
+        handle.matcher.read(token_ids if reason is None else token_ids[:-1])
+        if reason == "stop" and handle.matcher.limited:
+            renew(handle, handle.output_ids[:-1])
+        if reason == "stop" and (failure := handle.matcher.failure):
+            failed, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
+    first = (0, None) if emitted.steps else (handle.num_cached_tokens, handle.queued_s)
+    message = None if failed is None else str(failed)
+    return TokenChunk(handle.request, token_ids, now, emitted.steps, reason, emitted.logprobs, *first, message), failed
+
+
+def _not_finite(handle: Handle, token_ids: Sequence[int], name: ModelName, executor: Executor) -> InputError:
+    """Make the error of a request whose logits after these tokens are not finite.
+
+    A diagnostic pass over the tokens names the model's first output that is not finite.
+    """
+    request, tokens = handle.request, [*handle.token_ids, *token_ids]
+    message = (
+        f"the {name}'s logits for token {len(tokens) - len(request.prompt_ids)} of the answer to {request.name} are "
+        "not finite"
+    )
+    if isinstance(executor.target if name == "target" else executor.drafter, Explains):
+        where = executor.first_not_finite(name, tokens)
+        first = f"; the first output that is not finite is that of {where}"
+        message += first if where else ", but a second pass gives finite ones"
+    return InputError(f"{message}; expected finite ones: check the weights, or try --dtype float32 or --kernels xla")
 
 
 def _logprobs(log_probs: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:

@@ -28,7 +28,7 @@ class Constrained:
             return None
         masks = next_mask(handle.matcher)
         if handle.matcher.limited:
-            self.renew(handle, handle.output_ids)
+            renew(handle, handle.output_ids)
             masks = next_mask(handle.matcher)
         return masks
 
@@ -76,7 +76,7 @@ class Constrained:
                 self._were_slow |= self._is_slow(handles[row], matcher, len(drafts), self.cpu_s() - began)
         for row, (matcher, _) in matchers.items():
             if matcher.limited and (handle := handles[row]) is not None:
-                self.renew(handle, handle.output_ids)
+                renew(handle, handle.output_ids)
                 counts |= fill(masks, vocabulary, {row: (matcher, ())})
         return counts
 
@@ -97,8 +97,9 @@ class Constrained:
             )
         return True
 
-    def renew(self, handle: Handle, token_ids: Sequence[int]) -> None:
-        """Give a request's grammar its own automaton. The request drafts no more: drafts would fill that one, too."""
-        assert handle.matcher is not None
-        handle.matcher.renew(token_ids)
-        handle.drafting = Drafting.NEVER
+
+def renew(handle: Handle, token_ids: Sequence[int]) -> None:
+    """Give a request's grammar its own automaton. The request drafts no more: drafts would fill that one, too."""
+    assert handle.matcher is not None
+    handle.matcher.renew(token_ids)
+    handle.drafting = Drafting.NEVER

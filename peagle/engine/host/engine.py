@@ -1,4 +1,4 @@
-"""Decode many requests at once: schedule, execute, collect.
+"""Decode many requests at once: schedule, send, collect.
 
 The host sends dispatch n + 1 before it reads dispatch n. A dispatch is a chunk of prompts or some steps. It returns a
 few integers per request, copied while the device works. It carries its own map from rows to requests, so tokens that
@@ -7,10 +7,7 @@ were computed after a request ended are dropped.
     device | chunk, first tokens | steps 0            | steps 1             | steps 2 ...
     host   | dispatch ...        | read first, send 1 | read 0, dispatch 2  | read 1 ...
 
-Before a dispatch, requests get the pages that it may fill (peagle.engine.host.request_pages). If there are too few, the
-latest request is preempted: it loses its pages and is later recomputed from the tokens that it has emitted.
-
-If a request has a grammar, its steps are split in two (`_split_step`): the host computes the token masks from the
+If a request has a grammar, its steps are split in two (`_run_split`): the host computes the token masks from the
 drafts while the target verifies them. Whole steps of the other requests alternate with split ones
 (peagle.engine.host.scheduler).
 
@@ -21,23 +18,27 @@ drafts while the target verifies them. Whole steps of the other requests alterna
 import collections
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from peagle.engine.auto.widths import CostTable, Counts
+from peagle.engine.auto.measure import Measuring
+from peagle.engine.auto.widths import CostTable
 from peagle.engine.grammar import GrammarError
-from peagle.engine.host import handoff
+from peagle.engine.host import collect, handoff
 from peagle.engine.host.admission import Admission
-from peagle.engine.host.collect import Collector, InFlight
+from peagle.engine.host.collect import Emitted
 from peagle.engine.host.constrained import Constrained
 from peagle.engine.host.executor import Executor
-from peagle.engine.host.handle import Chunks, EngineError, Handle
+from peagle.engine.host.handle import EngineError, Handle
 from peagle.engine.host.handoff import Fingerprints, HandOff
-from peagle.engine.host.loop import AnyEngine, Measuring
+from peagle.engine.host.in_flight import InFlight
+from peagle.engine.host.loop import EngineBase
 from peagle.engine.host.programs import ProgramShape
+from peagle.engine.host.prompts import admit, begin
 from peagle.engine.host.request_pages import RequestPages
 from peagle.engine.host.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.host.step_batches import StepBatch, StepBatches
@@ -46,19 +47,18 @@ from peagle.engine.host.warmup import WarmUp
 from peagle.engine.memory.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.request import Drafting, FinishReason, Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.step.state import SlotParams
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import tree_bytes
 from peagle.protocols import Drafter, Target
 
 
-class Engine(AnyEngine):
+class Engine(EngineBase):
     """Decode requests with a target and a drafter; drafter None decodes plainly."""
 
-    compile_s: float = 0.0
+    compile_s: float = 0.0  # seconds of compilation
     costs: CostTable | None = None  # of adaptive steps, once measured
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # how often a request lost its pages to an earlier one, and was computed again
 
     def __init__(
         self,
@@ -83,46 +83,33 @@ class Engine(AnyEngine):
         self.target, self.drafter = target, drafter if config.num_drafts else None
         self.fingerprints = fingerprints
         self.memory = KVMemory(target, self.drafter, config)
-        shape = ProgramShape(
-            config.slots,
-            config.context,
-            num_drafts=config.num_drafts,
-            most_steps=config.steps_per_dispatch,
-            num_pages=self.memory.num_pages,
-            table_widths=self.memory.table_widths,
-            num_target_groups=self.memory.num_target_groups,
-            adaptive=config.adaptive,
-            counts=config.counts,
-        )
+        shape = ProgramShape.of(config, self.memory)
         self.executor = make_executor(target, self.drafter, shape, lookup if config.adaptive else None)
         self.batches, self.pages = StepBatches(config, self.memory), RequestPages(self.memory)
         self.constrained = Constrained(target.vocab_size, config)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
-        self._admission, self._collector, self._warm_up = Admission(self), Collector(self), WarmUp(self)
+        check_hand_off = functools.partial(handoff.check, self.executor, self.memory, config.context, fingerprints)
+        self.admission = Admission(config, target.vocab_size, self.stop_token_ids, check_hand_off)
+        self._warm_up = WarmUp(self.executor, self.batches, self.memory, config, fingerprints)
         self._clock = LoopClock()
         self._in_flight: collections.deque[InFlight] = collections.deque()
-        self._unread = 0  # dispatches that `receive` leaves in flight
+        self._unread = 0  # dispatches that stay in flight after a step
         self._alive: set[Handle] = set()
-        self._chunks: Chunks = []  # read while pages were freed, not yet returned
         self._failure: BaseException | None = None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
-        self._admission.check(request, hand_off)
+        self.admission.check(request, hand_off)
 
     def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        handle = self.prepare(request, timeout_s, hand_off)
+        handle = self.admission.handle(request, timeout_s, hand_off)
         self.enter(handle)
         return handle
 
-    def prepare(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        """Make the handle of a request without queueing it. Raises InputError as `add` does."""
-        return self._admission.handle(request, timeout_s, hand_off)
-
     def enter(self, handle: Handle) -> None:
-        """Put a prepared request in the queue. Raises EngineError if the engine has failed."""
+        """Put an admitted request in the queue. Raises EngineError if the engine has failed."""
         with self._entry, self._lock:
             self.raise_failure()
             self._alive.add(handle)
@@ -139,18 +126,17 @@ class Engine(AnyEngine):
         """
         with self._lock:
             self.raise_failure()
-            for other, chunk in self._read_all():
-                other.inbox.append(chunk)
-            slots = self._slots
-            if handle not in self._alive or handle not in slots:
+            self._collect()
+            slots = {handle: slot for slot, handle in self.decoding}
+            if handle not in slots:
                 raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
             if self._has_all_rows(handle):
                 self.executor.absorb(self.batches.plan([(slots[handle], handle)], [0]))
-            handle.hand_off = self.pack(handle)
+            handle.hand_off = self._pack(handle)
             self.finish(handle, "handed_off")
             return handle.hand_off
 
-    def pack(self, handle: Handle) -> HandOff:
+    def _pack(self, handle: Handle) -> HandOff:
         """Make the hand-off of a request after all its dispatches have been read."""
         assert handle.table is not None
         tokens, with_drafter = tuple(handle.token_ids), self._has_all_rows(handle)
@@ -161,18 +147,14 @@ class Engine(AnyEngine):
         return self.drafter is not None and handle.drafting is Drafting.ALWAYS
 
     def finish(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
-        """Remove a request, and add its last chunk, without tokens, to its inbox."""
-        self.remove(handle)
+        """End a request: its slot and pages are free, and its last chunk, without tokens, is in its inbox."""
+        self._release(handle)
         handle.finish(reason, error)
 
-    def remove(self, handle: Handle) -> None:
-        """Remove a request from its slot, and free its pages."""
+    def _release(self, handle: Handle) -> None:
         self._alive.discard(handle)
         self._scheduler.remove(handle)
         self.pages.free(handle)
-
-    def is_alive(self, handle: Handle) -> bool:
-        return handle in self._alive
 
     def _finish_aborted(self) -> None:
         while self._to_abort:
@@ -193,20 +175,27 @@ class Engine(AnyEngine):
         full_logits: bool = False,
         constrained: bool = False,
         alone: bool = False,
-        measure: bool = True,
+        measures: bool = True,
     ) -> None:
-        """See `AnyEngine.warm_up`. measure=False: use another engine's `costs`."""
+        """Compile and run once every program that requests need, so that later times include no compilation.
+
+        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. alone: the
+        engine has one slot and no request waits for it, so programs of a crowd are left out. An adaptive engine then
+        measures step costs, once, and calls measuring(finished runs, all runs) before each run; measures=False: it
+        gets another engine's. Does nothing while the engine has a request: programs then compile at their first
+        dispatch.
+        """
         needs = sampled, full_logits, constrained, alone
         with self._entry, self._lock:
             self._finish_aborted()
             if self._alive:
                 return
-            measures = measure and self.config.adaptive and self.costs is None
+            measures = measures and self.config.adaptive and self.costs is None
             if measures:
                 self.costs = self._warm_up.stored_costs()
             compiled = self._compile(*needs)
             if measures and self.costs is None:
-                self.costs = self._warm_up.costs(measuring)
+                self.costs = self._warm_up.measured_costs(measuring)
                 compiled |= self._compile(*needs)
             if compiled or measures:
                 self._clock.reset()
@@ -215,26 +204,9 @@ class Engine(AnyEngine):
         """Compile the programs of a warm-up; return whether some were new."""
         started = time.perf_counter()
         self.start()
-        compiled = self._warm_up.compile(*needs)
+        compiled = self._warm_up.compile(self.costs, *needs)
         self.compile_s += time.perf_counter() - started if compiled else 0.0
         return compiled
-
-    def count_acceptance(self, requests: Sequence[Request]) -> Counts:
-        """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.auto.widths).
-
-        For an adaptive engine without other requests. Afterwards its steps start from the recorded counts again.
-        """
-        costs, self.costs = self.costs, None
-        try:
-            self.start()
-            self.executor.relearn(blank=True)
-            for _ in self.generate(requests):
-                pass
-            self.settle()
-            return self.executor.counts()
-        finally:
-            self.costs = costs
-            self.executor.relearn()
 
     def start(self) -> None:
         """Allocate the state and the pages, once."""
@@ -249,28 +221,12 @@ class Engine(AnyEngine):
                 self._clock.stop()
                 self.executor.settle()
 
-    @contextlib.contextmanager
-    def launching_alone(self) -> Iterator[bool]:
-        """Launch a step's operations one by one: in a CUDA graph a profiler cannot tell them apart.
-
-        Yields whether steps compile anew at their first dispatch: False on a CPU, where this changes nothing.
-        """
-        self.executor.launches_alone = jax.default_backend() == "gpu"
-        try:
-            yield self.executor.launches_alone
-        finally:
-            self.executor.launches_alone = False
-
-    def programs(self, sampled: bool = False) -> list[jax.stages.Compiled]:
-        """Compile the step programs once more, for inspection."""
-        state, plan = self.executor.shapes, self.batches.empty_plan(self.config.slots)
-        prepared = [
-            self.executor.prepared_steps(state, plan, kind.no_costs(len(plan)), 1, kind)
-            for kind in (self.batches.kind(drafts, sampled) for drafts in self.batches.program_drafts)
-        ]
-        return [program.lower(*operands).compile() for program, operands in prepared]
-
     def memory_bytes(self) -> tuple[int, int, int]:
+        """Compute the bytes of (keys and values, state of slots, logits of a step) on one device; allocate nothing.
+
+        CPU devices share one memory, so theirs are added up. A target over several devices shards its pages; each
+        device has a copy of the rest.
+        """
         config, copies = self.config, self.memory.num_sharing
         state = tree_bytes(self.executor.shapes) - sum(self.memory.num_bytes)
         logits = config.slots * (config.num_drafts + 1) * self.target.vocab_size * 4
@@ -278,18 +234,22 @@ class Engine(AnyEngine):
 
     @property
     def one(self) -> "Engine":
+        """One engine on its own devices, to inspect and to measure: this one."""
         return self
 
     @property
     def times(self) -> LoopTimes:
+        """Host overhead of the loop."""
         return self._clock.times
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
+        """Hits and bytes of the prefix cache so far; None without one."""
         return self.memory.prefix_cache_use
 
     @property
     def page_use(self) -> PageUse:
+        """The pages of keys and values, and how many of them requests hold."""
         return self.memory.page_use
 
     def num_known(self, token_ids: Sequence[int]) -> int:
@@ -298,6 +258,7 @@ class Engine(AnyEngine):
 
     @property
     def busy(self) -> bool:
+        """Whether some request has not ended."""
         return bool(self._alive)
 
     @property
@@ -310,31 +271,35 @@ class Engine(AnyEngine):
         return self._scheduler.decoding
 
     @property
-    def _slots(self) -> dict[Handle, int]:
-        return {handle: slot for slot, handle in self._scheduler.decoding}
-
-    @property
     def num_open(self) -> int:
         """Requests that have a slot or wait for one."""
         return len(self._alive)
 
-    # --- the loop: schedule, execute, collect -----------------------------------------------------------------------
+    # --- the loop: schedule, send, collect --------------------------------------------------------------------------
 
-    def _step(self) -> Chunks:
-        return self._guarded(self._send) + self._guarded(self._receive)
+    def step(self) -> None:
+        with self._driving():
+            self._send(self._schedule())
+            self._collect(but=self._unread)
 
-    def send(self) -> Chunks:
-        """Run the first half of a step: send the next dispatch. Waits for the device only in a split step.
+    def step_in_turn(self) -> None:
+        """Run a step without overlap: read each dispatch before the next one is scheduled. The tokens are the same."""
+        with self._driving():
+            self._send(self._schedule())
+            self._collect()
+
+    def send(self) -> None:
+        """Run the first half of a step. Waits for the device only in a split step.
 
         For the driver of several engines, which alternates `send` and `receive`. Raises as `step` does.
         """
-        with self._lock:
-            return self._guarded(self._send)
+        with self._driving():
+            self._send(self._schedule())
 
-    def receive(self) -> Chunks:
+    def receive(self) -> None:
         """Run the second half of a step: wait for the dispatch before the last one, and read it."""
-        with self._lock:
-            return self._guarded(self._receive)
+        with self._driving():
+            self._collect(but=self._unread)
 
     @property
     def ready(self) -> bool:
@@ -343,62 +308,64 @@ class Engine(AnyEngine):
             awaited = list(self._in_flight)[: max(len(self._in_flight) - self._unread, 0)]
         return all(sent.ready for sent in awaited)
 
-    def _guarded(self, half: Callable[[], Chunks]) -> Chunks:
-        self.raise_failure()
-        try:
-            return half()
-        except Exception as error:
-            self._failure = error
-            raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
+    @contextlib.contextmanager
+    def _driving(self) -> Iterator[None]:
+        """Hold the lock. After a failure the engine raises EngineError, now and at every later step."""
+        with self._lock:
+            self.raise_failure()
+            try:
+                yield
+            except Exception as error:
+                self._failure = error
+                raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
 
-    def _send(self) -> Chunks:
+    def _schedule(self) -> Chunk[Handle] | Steps | None:
+        """End requests that are aborted or overdue, then choose the next dispatch."""
         self.start()
         self._finish_aborted()
         now = time.perf_counter()
         for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
             self.finish(handle, "timeout")
         interrupt.check()
-        action = self._scheduler.next(self._clock.latest, self._begin)
-        chunks: Chunks = []
+        return self._scheduler.next(self._clock.latest, self._begin)
+
+    def _send(self, action: Chunk[Handle] | Steps | None) -> None:
         if isinstance(action, Chunk):
-            self._prefill(action)
-        elif isinstance(action, Steps) and action.split:
-            chunks = self._split_step(action)
-        elif isinstance(action, Steps):
-            self._whole_steps(action)
-        elif not self._in_flight:
-            self._clock.stop()
+            self._send_chunk(action)
+        elif action is not None:
+            self._send_steps(action)
         # read a first token at once if no other request keeps the device busy, or if the request is handed over
         completes = isinstance(action, Chunk) and action.pieces[0].last
         at_once = completes and (self._scheduler.num_active == 1 or self.config.role == "prefill")
         self._unread = 0 if action is None or at_once else 1
-        chunks, self._chunks = self._chunks + chunks, []
-        return chunks
 
-    def _receive(self) -> Chunks:
-        chunks = self._read_all(but=self._unread)
+    def _collect(self, but: int = 0) -> None:
+        """Read the dispatches in flight, in order, except the last `but`; give the requests their chunks."""
+        while len(self._in_flight) > but:
+            sent = self._in_flight.popleft()
+            values, now = sent.wait(), time.perf_counter()
+            self._clock.read(sent, now)
+            for handle in sent.requests:
+                if handle is not None:
+                    handle.rows_in_flight -= sent.most_tokens
+            for emitted in collect.read(sent, values):
+                self._emit(emitted, now)
         if self.idle:
             self._clock.stop()
-        return chunks
 
-    def _read_all(self, but: int = 0) -> Chunks:
-        """Read the dispatches in flight, in order, except the last `but`; return their chunks."""
-        chunks: Chunks = []
-        while len(self._in_flight) > but:
-            chunks += self._read(self._in_flight.popleft())
-        return chunks
-
-    def _read(self, sent: InFlight) -> Chunks:
-        if not sent.requests:  # a chunk that completed no prompt
-            jax.block_until_ready(sent.result)
-            self._clock.read(sent, time.perf_counter())
-            return []
-        values, now = np.asarray(sent.result), time.perf_counter()
-        self._clock.read(sent, now)
-        for handle in sent.requests:
-            if handle is not None:
-                handle.rows_in_flight -= sent.most_tokens
-        return self._collector.read(sent, values, now)
+    def _emit(self, emitted: Emitted, now: float) -> None:
+        """Give a request its next chunk; after the last one, its slot and pages are free."""
+        handle = emitted.handle
+        chunk, error = collect.commit(emitted, now, self.config.role == "prefill", self.executor)
+        if chunk.finish_reason == "handed_off":
+            handle.hand_off = self._pack(handle)
+        if emitted.not_finite is None:
+            self.pages.publish_output(handle, ends=chunk.finish_reason is not None)
+        if chunk.finish_reason is not None:
+            self._release(handle)
+        if emitted.not_finite is not None:
+            self.memory.pool.free_cached()  # on XLA a row that is not finite spoils earlier rows of its pass
+        handle.deliver(chunk, error)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
@@ -409,19 +376,7 @@ class Engine(AnyEngine):
             handle.drafting = Drafting.ALWAYS if received and self._may_ever_draft(handle) else Drafting.NEVER
         elif handle.drafting is Drafting.LOOKUP_ONLY:
             handle.drafting = Drafting.ALWAYS  # the drafter reads all of its rows once more
-        if not self.pages.open(handle, self._scheduler.prefilling):
-            return None
-        assert handle.table is not None
-        token_ids, known = handle.computed_ids, handle.table.num_cached_tokens
-        handle.rows_in_flight = 0
-        if handle.hand_off is not None:
-            handoff.put(self.executor, self.memory, handle.table, handle.hand_off)
-            handle.hand_off, handle.drafter_rows, known = None, len(token_ids), len(token_ids)
-        if not (handle.output_ids or handle.num_preempted):
-            handle.queued_s = time.perf_counter() - handle.added_s
-            handle.num_cached_tokens = known
-            self.memory.pool.count_lookup(handle.table, len(token_ids))
-        return known
+        return begin(handle, self.pages, self.executor, self.memory, self._scheduler.prefilling)
 
     def _may_ever_draft(self, handle: Handle) -> bool:
         """Whether a request that begins now may draft at all.
@@ -433,7 +388,7 @@ class Engine(AnyEngine):
         crowded = num_waiting > self.config.slots and not self._can_gain(self.config.slots)
         return handle.request.num_speculative_tokens != 0 and (not crowded or self.config.role == "prefill")
 
-    def _prefill(self, action: Chunk[Handle]) -> None:
+    def _send_chunk(self, action: Chunk[Handle]) -> None:
         """Compute pieces of prompts in one pass, and admit the completed ones to their slots."""
         sent_s = self._sending()
         pieces = [piece for piece in action.pieces if self._reserve(piece.key, piece.begin + piece.count)]
@@ -446,62 +401,46 @@ class Engine(AnyEngine):
             self.pages.publish_prompt(piece.key, piece.begin + piece.count)
         complete = [(row, piece.key) for row, piece in enumerate(pieces) if piece.last]
         if complete:
-            result = self._admit(complete, action.shape[0])
+            result = admit(self.executor, self.constrained, complete, self.decoding, action.shape[0])
         requests = tuple(handle for _, handle in complete)
         self._in_flight.append(InFlight(action, result, requests, sent_s))
 
-    def _admit(self, complete: Sequence[tuple[int, Handle]], size: int) -> jax.Array:
-        """Admit requests with complete prompts to their slots; return their first tokens, packed."""
-        slots = self._slots
-        params, known, lengths = [], np.full((size,), -1, np.int32), np.ones((size,), np.int32)
-        into = np.full((size,), self.config.slots, np.int32)
-        for row, (_, handle) in enumerate(complete):
-            handle.length, into[row] = len(handle.computed_ids), slots[handle]
-            lengths[row] = handle.length
-            masks = None if handle.output_ids else self.constrained.first(handle)
-            slot = SlotParams.of(handle.request, handle.stop_token_ids, self.target.vocab_size, handle.drafting, masks)
-            if handle.output_ids:
-                known[row] = handle.output_ids[-1]
-                slot = slot.continued(handle.output_ids)
-            params.append(slot)
-        first = self.executor.admit([row for row, _ in complete], into, lengths, known, params)
-        if self.executor.reads_tokens:
-            for _, handle in complete:
-                self.executor.read_tokens(slots[handle], handle.computed_ids)
-        return first
-
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def _whole_steps(self, action: Steps) -> None:
-        """Send steps of all decoding requests without a grammar."""
+    def _send_steps(self, action: Steps) -> None:
+        """Send whole steps of all decoding requests without a grammar, or a split step of all requests."""
         sent_s = self._sending()
         if (batch := self._next_batch(action)) is None:
             return
         plan = self.batches.plan(batch.rows, batch.widths)
-        result = self.executor.steps(plan, self._step_costs(batch, len(plan)), batch.count, batch.kind)
-        self._sent(action, result, batch, self.batches.by_row(batch.rows, len(plan)), sent_s)
+        costs = self.batches.costs(batch, len(plan), self.costs, self._scheduler.num_active)
+        requests = self.batches.by_row(batch.rows, len(plan))
+        if action.split:
+            result = self._run_split(batch, plan, costs, requests)
+        else:
+            result = self.executor.steps(plan, costs, batch.count, batch.kind)
+        sent = InFlight(action, result, requests, sent_s, batch.kind.num_drafts, batch.count)
+        for _, handle in batch.rows:
+            handle.rows_in_flight += sent.most_tokens
+        self._in_flight.append(sent)
 
-    def _split_step(self, action: Steps) -> Chunks:
-        """Run one step of all requests, with masks for those with a grammar; return the chunks read meanwhile."""
-        sent_s = self._sending()
-        if (batch := self._next_batch(action)) is None:
-            return []
-        plan = self.batches.plan(batch.rows, batch.widths)
+    def _run_split(
+        self, batch: StepBatch, plan: np.ndarray, costs: np.ndarray, requests: Sequence[Handle | None]
+    ) -> jax.Array:
+        """Send a step with masks for the requests with a grammar; read all dispatches before it meanwhile."""
         if batch.kind.adaptive:  # after whole steps the drafter may lag
             self.executor.absorb(plan)
-        costs = self._step_costs(batch, len(plan))
         proposed = self.executor.propose(plan, costs, batch.kind)
         verified = self.executor.verify(plan)
-        chunks = self._read_all()  # a mask depends on all tokens before it
+        self._collect()  # a mask depends on all tokens before it
         drafts, read_s = np.asarray(proposed), time.perf_counter()
-        requests = self.batches.by_row(batch.rows, len(plan))
         masks, counts = self.constrained.masks(requests, drafts, plan[:, 1].tolist())
-        chunks += self._finish_failed_grammars(batch)
+        for _, handle in batch.rows:
+            if handle.finished is None and handle.matcher is not None and (failure := handle.matcher.failure):
+                self.finish(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))
         if verified.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - read_s
-        result = self.executor.accept_and_commit(plan, costs, masks, counts, batch.kind)
-        self._sent(action, result, batch, requests, sent_s)
-        return chunks
+        return self.executor.accept_and_commit(plan, costs, masks, counts, batch.kind)
 
     def _sending(self) -> float:
         """Return the time of a dispatch, which ends the gap before it."""
@@ -522,9 +461,7 @@ class Engine(AnyEngine):
 
         batch = choose(action.count)
         for count in (action.count, 1):
-            drafts = batch.kind.num_drafts
-            lengths = [self.pages.length_after(handle, count, drafts) for _, handle in batch.rows]
-            if all(self.pages.reserve(handle, most) for (_, handle), most in zip(batch.rows, lengths, strict=True)):
+            if self.pages.reserve_steps([handle for _, handle in batch.rows], count, batch.kind.num_drafts):
                 return dataclasses.replace(batch, count=count) if batch.rows else None
         for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
             if handle.table is not None:
@@ -536,35 +473,6 @@ class Engine(AnyEngine):
         """Whether drafting can gain at this many active slots; True before costs are measured."""
         return self.costs is None or self.costs.can_gain(num_active, self.config.num_drafts)
 
-    def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
-        """Return the packed costs of a batch's steps, empty unless they are adaptive."""
-        if not batch.kind.adaptive or self.costs is None:
-            return batch.kind.no_costs(size)
-        return self.costs.packed(self._scheduler.num_active, size, batch.kind.num_drafts)
-
-    def _sent(
-        self,
-        action: Steps,
-        result: jax.Array,
-        batch: StepBatch,
-        requests: tuple[Handle | None, ...],
-        sent_s: float,
-    ) -> None:
-        sent = InFlight(action, result, requests, sent_s, batch.kind.num_drafts, batch.count)
-        for _, handle in batch.rows:
-            handle.rows_in_flight += sent.most_tokens
-        self._in_flight.append(sent)
-
-    def _finish_failed_grammars(self, batch: StepBatch) -> Chunks:
-        """End the requests whose grammar has failed; return their last chunks."""
-        chunks = []
-        for _, handle in batch.rows:
-            matcher = handle.matcher
-            if handle in self._alive and matcher is not None and (failure := matcher.failure):
-                self.finish(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))
-                chunks.append((handle, handle.inbox.pop()))
-        return chunks
-
     # --- pages ------------------------------------------------------------------------------------------------------
 
     def _reserve(self, handle: Handle, num_tokens: int) -> bool:
@@ -573,7 +481,7 @@ class Engine(AnyEngine):
         Preempts later requests if pages are short, and the request itself if it is the latest.
         """
         while handle.table is not None and not self.pages.reserve(handle, num_tokens):
-            self._chunks += self._read_all()  # first read what dispatches in flight emitted or ended
+            self._collect()  # first read what dispatches in flight emitted or ended
             if handle.table is None or self.pages.reserve(handle, num_tokens):
                 break
             holders = (other for other in self._alive if other.table is not None)

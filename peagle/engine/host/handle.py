@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from peagle.engine.grammar import Matcher
 from peagle.engine.host.handoff import HandOff
@@ -60,14 +59,15 @@ class Handle:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.output_ids[:-1])
 
-    def finish(self, reason: FinishReason, error: InputError | None = None) -> None:
-        """Add a last chunk without tokens, after the engine has dropped the request."""
+    def deliver(self, chunk: TokenChunk, error: InputError | None = None) -> None:
+        """Put a chunk into the inbox. After the last one the request has ended, with this error if it failed."""
         self.error = error
-        if reason != "handed_off":
+        if chunk.finish_reason not in (None, "handed_off"):
             self.hand_off = None
+        self.inbox.append(chunk)
+        self.finished = chunk.finish_reason  # last: a reader that sees `finished` finds the chunk
+
+    def finish(self, reason: FinishReason, error: InputError | None = None) -> None:
+        """Deliver a last chunk without tokens, after the engine has dropped the request."""
         message = None if error is None else str(error)
-        self.inbox.append(TokenChunk(self.request, (), time.perf_counter(), (), reason, error=message))
-        self.finished = reason  # last: a reader that sees `finished` finds the chunk
-
-
-Chunks: TypeAlias = list[tuple[Handle, TokenChunk]]
+        self.deliver(TokenChunk(self.request, (), time.perf_counter(), (), reason, error=message), error)

@@ -20,21 +20,19 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
+from peagle.engine.host.executor import Executor
+from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.memory.pages import UNMAPPED, PageTable
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.protocols import OverDevices
-
-if TYPE_CHECKING:
-    from peagle.engine.host.executor import Executor
-    from peagle.engine.memory.kv_memory import KVMemory
 
 TensorShape: TypeAlias = tuple[tuple[int, ...], np.dtype]
 FORMAT = "peagle hand-off 2"
@@ -99,7 +97,7 @@ class _Layer:
         return self.offset if self.window is None else max(self.offset, length - self.window)
 
 
-def _layers(executor: "Executor", memory: "KVMemory") -> list[_Layer]:
+def _layers(executor: Executor, memory: KVMemory) -> list[_Layer]:
     target_copies = executor.target.kv_copies if isinstance(executor.target, OverDevices) else 1
     target_pages = executor.shapes.target_cache.pages
     drafter_pages = getattr(executor.shapes.drafter_state, "pages", ())
@@ -122,8 +120,8 @@ def _layers(executor: "Executor", memory: "KVMemory") -> list[_Layer]:
 
 
 def pack(
-    executor: "Executor",
-    memory: "KVMemory",
+    executor: Executor,
+    memory: KVMemory,
     table: PageTable,
     token_ids: tuple[int, ...],
     fingerprints: Fingerprints,
@@ -237,9 +235,7 @@ def _tensor(name: str, entry: Any, body: np.ndarray) -> np.ndarray:
         raise wrong from None
 
 
-def check(
-    executor: "Executor", memory: "KVMemory", hand_off: HandOff, capacity: int, fingerprints: Fingerprints
-) -> None:
+def check(executor: Executor, memory: KVMemory, capacity: int, fingerprints: Fingerprints, hand_off: HandOff) -> None:
     """Raise InputError for a hand-off that an engine cannot take. capacity: most positions of a request."""
     if hand_off.length >= capacity:
         raise InputError(
@@ -295,7 +291,7 @@ def check_request(hand_off: HandOff, request: Request, stop_token_ids: tuple[int
         raise InputError(f"{request.name} had ended when it was handed over; expected one that goes on")
 
 
-def put(executor: "Executor", memory: "KVMemory", table: PageTable, hand_off: HandOff) -> None:
+def put(executor: Executor, memory: KVMemory, table: PageTable, hand_off: HandOff) -> None:
     """Write a hand-off that has passed `check` to the pages of a request."""
     length = hand_off.length
     for layer in _layers(executor, memory):

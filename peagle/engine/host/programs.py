@@ -14,6 +14,8 @@ import numpy as np
 
 from peagle.engine.auto.widths import Counts
 from peagle.engine.host.pass_plans import read_chunk_plan, read_step_plan
+from peagle.engine.memory.kv_memory import KVMemory
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.step.adjust import adjust
 from peagle.engine.step.prefill import Prefilled, prefill
 from peagle.engine.step.propose import Proposed, absorb, propose
@@ -57,6 +59,12 @@ class ProgramShape:
     num_target_groups: int
     adaptive: bool = False
     counts: Counts | None = None
+
+    @classmethod
+    def of(cls, config: ResolvedConfig, memory: KVMemory) -> "ProgramShape":
+        k, steps, groups = config.num_drafts, config.steps_per_dispatch, memory.num_target_groups
+        sizes = memory.num_pages, memory.table_widths, groups
+        return cls(config.slots, config.context, k, steps, *sizes, config.adaptive, config.counts)
 
 
 def _compiled(function: Callable[..., Any], *donated: int, alone: bool = False) -> Any:

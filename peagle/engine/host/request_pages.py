@@ -61,6 +61,11 @@ class RequestPages:
         """Reserve pages for a request's first tokens; return whether it has them."""
         return handle.table is not None and self._memory.pool.reserve(handle.table, num_tokens)
 
+    def reserve_steps(self, handles: Sequence[Handle], steps: int, num_drafts: int) -> bool:
+        """Reserve the pages of these requests' next steps; return whether all have theirs."""
+        lengths = [self.length_after(handle, steps, num_drafts) for handle in handles]
+        return all(self.reserve(handle, most) for handle, most in zip(handles, lengths, strict=True))
+
     def length_after(self, handle: Handle, steps: int, num_drafts: int) -> int:
         """Count the positions that a request may have written after this many more steps."""
         more = handle.rows_in_flight + steps * (num_drafts + 1) + self._memory.sizing.num_lookahead_tokens

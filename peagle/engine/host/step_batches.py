@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from peagle.engine.auto.widths import CostTable
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.pass_plans import chunk_plan, step_plan
 from peagle.engine.host.scheduler import PromptPiece
@@ -87,6 +88,12 @@ class StepBatches:
             plan[row, :2] = slot, width
             plan[row, 2:] = self.memory.row(handle.table)
         return plan
+
+    def costs(self, batch: StepBatch, size: int, table: CostTable | None, num_active: int) -> np.ndarray:
+        """Return the packed costs of a batch of this size, empty unless its steps are adaptive."""
+        if not batch.kind.adaptive or table is None:
+            return batch.kind.no_costs(size)
+        return table.packed(num_active, size, batch.kind.num_drafts)
 
     def empty_plan(self, size: int) -> np.ndarray:
         return step_plan((), (), np.full((size, sum(self.memory.table_widths)), -1, np.int32), self.config.slots)

@@ -2,12 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from peagle.engine.host.in_flight import InFlight
 from peagle.engine.host.scheduler import Chunk, DispatchTimes
-
-if TYPE_CHECKING:
-    from peagle.engine.host.collect import InFlight
 
 
 @dataclass
@@ -42,7 +39,7 @@ class LoopClock:
         """Forget all times but the latest dispatches'."""
         self.times, self.last_read_s = LoopTimes(), None
 
-    def sending(self, now: float, in_flight: Sequence["InFlight"]) -> None:
+    def sending(self, now: float, in_flight: Sequence[InFlight]) -> None:
         """Count the time in which the device may have waited for the dispatch that is sent now."""
         last = in_flight[-1] if in_flight else None
         if last is not None and not last.ready:
@@ -52,7 +49,7 @@ class LoopClock:
         if busy_until:
             self.times.gap_s += now - max(busy_until)
 
-    def read(self, sent: "InFlight", now: float) -> None:
+    def read(self, sent: InFlight, now: float) -> None:
         """Record the time of a chunk or a step, since the end of the previous dispatch."""
         seconds = now - max(sent.sent_s, self.last_read_s or 0.0)
         self.last_read_s = now

@@ -1,6 +1,6 @@
 """Count how often drafts are right by the drafter's probability of them. `-k auto` begins with these counts.
 
-Every request is decoded once more by an adaptive engine that verifies every draft (`Engine.count_acceptance`).
+Every request is decoded once more by an adaptive engine that verifies every draft (`count_acceptance`).
 """
 
 import itertools
@@ -15,6 +15,7 @@ from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
 from peagle.engine.auto.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
 from peagle.engine.auto.widths import MIDDLES, Counts
+from peagle.engine.host.inspect import count_acceptance
 from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.plan import Plan
 from peagle.measure.sweep.runner import Progress, SweepRun, models_of
@@ -65,7 +66,7 @@ def calibrate(run: SweepRun, progress: Progress) -> list[Calibration]:
         sampling = SamplingParams(workload.temperature, seed=plan.seed)
         engine, num_drafts = run.counting_engine(variant)
         engine.warm_up(sampled=not sampling.greedy)
-        counts = engine.one.count_acceptance([run.request(request, sampling) for request in requests])
+        counts = count_acceptance(engine.one, [run.request(request, sampling) for request in requests])
         label = variant.drafter or "the drafter"
         by_label.setdefault(label, []).append(Calibration(label, num_drafts, counts))
     return [_pooled(parts) for parts in by_label.values()]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from peagle.config import SamplingParams
-from peagle.engine.host.loop import AnyEngine
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bound import Bound, bound
 from peagle.measure.profile import operation_parts, profile

@@ -18,7 +18,6 @@ from peagle.cli import run_speculate
 from peagle.cli.display import Display
 from peagle.cli.results import speedup_text
 from peagle.engine.auto.widths import CostTable
-from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
@@ -79,7 +78,7 @@ def test_the_version_needs_no_command_and_a_group_alone_shows_its_help(real: Run
 
 def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     dear = CostTable({1: ((1, 1.0), (8, 9.0))}, {1: ((0, 0.0), (7, 1.0))})
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: dear)
+    monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", lambda *_: dear)
     code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
     assert code == 0
     assert "a step that verifies 7 drafts takes as long as 9.0 plain steps and emits at most 8 tokens" in err

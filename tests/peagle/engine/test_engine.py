@@ -15,6 +15,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.auto.widths import FIRST_PROFIT, LOSS_FRAC, PROFIT_TRIES, CostTable, Learned, StepCosts
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import EngineError
+from peagle.engine.host.inspect import count_acceptance, step_programs
 from peagle.engine.host.programs import trace_counts
 from peagle.engine.request import Drafting, Request
 from peagle.engine.resolved import ResolvedConfig
@@ -38,6 +39,7 @@ from tests.support.toys import (
     check_whole,
     decode,
     drafting_at,
+    stepped,
     tiny_target,
 )
 
@@ -277,7 +279,7 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     engine.warm_up()
     state = engine.executor.state
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
-    assert engine.programs()[0].memory_analysis().alias_size_in_bytes >= donated
+    assert step_programs(engine)[0].memory_analysis().alias_size_in_bytes >= donated
     engine.executor.steps(engine.batches.empty_plan(1), np.zeros((0,), np.float32), 4, StepKind(3))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.target_cache))
 
@@ -420,12 +422,12 @@ def test_aborts_hit_rows_in_flight_and_free_their_slots(target, plain) -> None:
     first, second = engine.add(Request(PROMPTS[0], 60)), engine.add(Request(PROMPTS[1], 20))
     got: dict[object, list[int]] = {first: [], second: []}
     while len(got[first]) < 5:
-        for handle, chunk in engine.step():
+        for handle, chunk in stepped(engine, got):
             got[handle] += chunk.token_ids
     engine.abort(first)
     engine.abort(first)
     while engine.busy:
-        for handle, chunk in engine.step():
+        for handle, chunk in stepped(engine, got):
             got[handle] += chunk.token_ids
     assert first.finished == "aborted"
     assert got[first] == plain[0][: len(got[first])]
@@ -463,7 +465,7 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
     chunks = engine.run([short])
     got = list(next(chunks)[1].token_ids)
     ended, looked = threading.Event(), threading.Event()
-    step, turn = engine._step, engine._turn
+    step, turn = engine.step, engine._turn
 
     class Turn:
         release = turn.release
@@ -480,7 +482,7 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
             assert looked.wait(600)
         return output
 
-    engine._step, engine._turn = slow, Turn()
+    engine.step, engine._turn = slow, Turn()
     driver = threading.Thread(target=lambda: list(engine.run([long])))
     driver.start()
     assert ended.wait(600)
@@ -495,7 +497,7 @@ def test_a_reader_gets_its_chunks_while_another_thread_waits_for_its_own(target,
     engine = Engine(target, None, config(0, slots=1))
     running, queued = engine.add_all([Request(PROMPTS[0], 40), Request(PROMPTS[1], 5)])
     delivered, read = threading.Event(), threading.Event()
-    step = engine._step
+    step = engine.step
 
     def held() -> object:
         if running.inbox:
@@ -503,7 +505,7 @@ def test_a_reader_gets_its_chunks_while_another_thread_waits_for_its_own(target,
             assert read.wait(60)
         return step()
 
-    engine._step = held
+    engine.step = held
     driver = threading.Thread(target=lambda: list(engine.run([queued])))
     driver.start()
     assert delivered.wait(60)
@@ -581,7 +583,7 @@ def test_counted_acceptance_is_that_of_a_fixed_k(target, plain) -> None:
     expected = Counters.of(fixed[0], 3)
     engine = drafting_at(Engine(target, drafter, config(3, adaptive=True), lookup=NGram()), {1: True})
     costs = engine.costs
-    greedy, sampled = np.asarray(engine.count_acceptance(requests))
+    greedy, sampled = np.asarray(count_acceptance(engine, requests))
     np.testing.assert_array_equal(greedy[..., 0].sum(axis=1), expected.tried)
     np.testing.assert_array_equal(greedy[..., 1].sum(axis=1), expected.accepted_per_position)
     assert not sampled.any()

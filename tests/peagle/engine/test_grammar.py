@@ -28,7 +28,7 @@ from peagle.engine.step.masks import all_allowed, fill, next_mask
 from peagle.engine.step.sampling import RowSampling, draw_keys, probabilities
 from peagle.ops.draw import draw
 from peagle.ops.errors import InputError
-from tests.support.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode
+from tests.support.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode, stepped
 
 CONTROL, STOP = 0, 1
 SPELLED = [
@@ -441,7 +441,7 @@ def test_a_regex_that_blows_up_ends_its_own_request_alone(target: MarkovTarget, 
     bad, good = engine.add(Request((2,), NEW, sampling, grammar=hostile)), engine.add(free)
     tokens: list[int] = []
     while engine.busy:
-        for handle, chunk in engine.step():
+        for handle, chunk in stepped(engine, [bad, good]):
             tokens += chunk.token_ids if handle is good else ()
     assert bad.finished == "error"
     assert re.search("the prompt: the regular expression cannot be followed any further: .*too many", str(bad.error))
@@ -554,7 +554,7 @@ def test_drafts_do_not_change_the_grammar_of_a_request(vocabulary: Vocabulary, n
         engine = Engine(MarkovTarget(jnp.asarray(table)), drafter, config, (STOP,))
         handle, tokens = engine.add(Request((2,), 20, grammar=compiled)), []
         while engine.busy:
-            tokens += [token for _, chunk in engine.step() for token in chunk.token_ids]
+            tokens += [token for _, chunk in stepped(engine, [handle]) for token in chunk.token_ids]
         return [SPELLED[token] for token in tokens], handle.error is not None
 
     assert answer(k) == answer(0) == (expected, name == "a dead end")

@@ -21,7 +21,7 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
 from tests.support.models import TARGET, Models, fast_target, models, needs_native
-from tests.support.toys import WINDOW, decode
+from tests.support.toys import WINDOW, decode, stepped
 
 CAPACITY, K, NEW = 2 * PAGE_SIZE + 90, 3, 65
 TOKENS = tuple(np.random.default_rng(11).integers(0, TARGET.vocab_size, CAPACITY).tolist())
@@ -78,7 +78,7 @@ def read_until(engine: Engine, handle: Handle, tokens: int) -> list[TokenChunk]:
     """Step until so many tokens of a request were read."""
     chunks = []
     while sum(len(chunk.token_ids) for chunk in chunks) < tokens:
-        chunks += [chunk for other, chunk in engine.step() if other is handle]
+        chunks += [chunk for _, chunk in stepped(engine, [handle])]
     return chunks
 
 

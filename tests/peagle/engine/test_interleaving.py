@@ -16,8 +16,9 @@ from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.devices.replicas import Replicas
 from peagle.engine.grammar import Grammar, Vocabulary
-from peagle.engine.host.engine import Engine, InFlight
+from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import Handle
+from peagle.engine.host.in_flight import InFlight
 from peagle.engine.host.scheduler import DispatchTimes
 from peagle.engine.host.timing import LoopClock
 from peagle.engine.memory.kv_memory import KVMemory
@@ -25,7 +26,7 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.protocols import Drafter, Target
 from tests.support.models import FAST, models
-from tests.support.toys import CONFIG, check_whole, decode, drafting_at
+from tests.support.toys import CONFIG, check_whole, decode, drafting_at, stepped
 
 CAPACITY, LONGEST = 192, 60
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 130).tolist()
@@ -203,7 +204,7 @@ def interleave(
         @rule(times=st.integers(1, 12))
         def step(self, times: int) -> None:
             for _ in range(times):
-                for handle, chunk in engine.step():
+                for handle, chunk in stepped(engine, self.got):
                     self.got[handle] += chunk.token_ids
                     self.drafted[handle] += [len(record.draft_token_ids) for record in chunk.steps]
                 held = held_now()

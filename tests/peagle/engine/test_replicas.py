@@ -16,13 +16,13 @@ from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.devices.replicas import Replicas
 from peagle.engine.host.engine import Engine
-from peagle.engine.host.handle import Chunks, EngineError, Handle
+from peagle.engine.host.handle import EngineError, Handle
 from peagle.engine.host.programs import trace_counts
 from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig, Role
 from peagle.ops.errors import InputError
-from tests.support.toys import MarkovTarget, decode
+from tests.support.toys import MarkovTarget, decode, stepped, taken
 
 VOCAB, K = 29, 3
 CONFIG = ResolvedConfig(K, slots=4, context=192, prefill_chunk=8, prefix_cache=1)
@@ -72,8 +72,11 @@ def entered(engine: Replicas) -> dict[int, list[int]]:
 
 def drain(engine: Replicas, got: dict[Handle, list[int]]) -> None:
     while engine.busy:
-        for handle, chunk in engine.step():
-            got[handle] += chunk.token_ids
+        try:
+            engine.step()
+        finally:
+            for handle, chunk in taken(got):
+                got[handle] += chunk.token_ids
 
 
 def test_answers_and_acceptance_are_those_of_one_engine(alone: Answers) -> None:
@@ -103,7 +106,7 @@ def test_requests_are_aborted_wherever_they_are(alone: Answers) -> None:
     handles = engine.add_all(REQUESTS)
     got: dict[Handle, list[int]] = {handle: [] for handle in handles}
     for _ in range(3):
-        for handle, chunk in engine.step():
+        for handle, chunk in stepped(engine, got):
             got[handle] += chunk.token_ids
     waiting, running = handles[6], handles[0]
     assert waiting in engine._waiting
@@ -132,7 +135,7 @@ def test_a_slow_engine_holds_no_other_up(alone: Answers, monkeypatch: pytest.Mon
     first, second = engine.add_all([REQUESTS[4], REQUESTS[2]])
     got: dict[Handle, list[int]] = {first: [], second: []}
     while second.finished is None:
-        for handle, chunk in engine.step():
+        for handle, chunk in stepped(engine, got):
             got[handle] += chunk.token_ids
     assert got == {first: [], second: alone[0][2]}
     monkeypatch.undo()
@@ -164,7 +167,7 @@ def test_a_failure_ends_all() -> None:
     engine = replicas()
     handle = engine.add_all(REQUESTS)[0]
 
-    def fail() -> Chunks:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no device")
 
     engine.engines[1]._send = fail  # type: ignore[method-assign]
@@ -241,11 +244,11 @@ def test_an_idle_engine_begins_while_another_is_waited_for(alone: Answers, monke
     engine = shared()
     never_ready(monkeypatch, engine.one)
     slow = engine.add(REQUESTS[4])
-    assert engine.step() == []
+    assert stepped(engine, [slow]) == []
     assert engine.one in engine._sent
     got: dict[Handle, list[int]] = {slow: [], (quick := engine.add(REQUESTS[2])): []}
     while quick.finished is None:
-        for handle, chunk in engine.step():
+        for handle, chunk in stepped(engine, got):
             got[handle] += chunk.token_ids
     assert got == {slow: [], quick: alone[0][2]}
     monkeypatch.undo()
@@ -283,11 +286,11 @@ def test_chunks_that_arrive_beside_a_failure_are_not_lost() -> None:
     while not (first.length > len(PROMPTS[0]) and second.length > len(PROMPTS[1])):
         engine.step()
 
-    def fail() -> Chunks:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no device")
 
-    engine.engines[1]._receive = fail  # type: ignore[method-assign]
-    got = {handle: list(handle.output_ids) for handle in (first, second)}
+    engine.engines[1]._collect = fail  # type: ignore[method-assign]
+    got: dict[Handle, list[int]] = {first: [], second: []}
     with pytest.raises(EngineError, match="no device"):
         drain(engine, got)
     assert got[first] == first.output_ids

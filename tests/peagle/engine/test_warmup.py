@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from peagle.drafters.ngram import NGram
-from peagle.engine.host import warmup
+from peagle.engine.auto import measure
 from peagle.engine.host.engine import Engine
-from peagle.engine.host.warmup import WarmUp
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.processors import ThreadTimes
@@ -22,17 +21,17 @@ def test_costs_that_another_program_disturbed_are_measured_again(
 ) -> None:
     """They differed between rounds, or threads waited for processors: times on a busy machine may agree, too."""
     file, measured, times = tmp_path / "costs.json", [], [ThreadTimes(0.0, 0.0), ThreadTimes(0.4, waited_s)]
-    measure = WarmUp.measure_costs
-    monkeypatch.setattr(warmup, "store_for", lambda *_: file)
-    monkeypatch.setattr(warmup, "thread_times", lambda: times[len(measured) % 2])
-    monkeypatch.setattr(warmup, "_differ", lambda _: not agree)
-    monkeypatch.setattr(warmup, "MOST_S", 0.0)
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda *known: (measure(*known), measured.append(1))[0])
+    measure_all = measure._measure
+    monkeypatch.setattr(measure, "store_for", lambda *_: file)
+    monkeypatch.setattr(measure, "thread_times", lambda: times[len(measured) % 2])
+    monkeypatch.setattr(measure, "_differ", lambda _: not agree)
+    monkeypatch.setattr(measure, "MOST_S", 0.0)
+    monkeypatch.setattr(measure, "_measure", lambda *known: (measure_all(*known), measured.append(1))[0])
     engine = toy.engine(toy.engine_config("auto:2", context=128))
     engine.warm_up()
     assert len(measured) == 1
     assert file.exists() == kept
-    assert (WarmUp(engine.one).stored_costs() is not None) == kept
+    assert (engine.one._warm_up.stored_costs() is not None) == kept
 
 
 @pytest.mark.parametrize(("full_pages", "numbers"), [(None, [1, 2, 4, 8]), (7, [1, 2, 4])])
@@ -45,8 +44,8 @@ def test_costs_are_measured_at_all_numbers_of_slots_that_the_pages_hold(
     if full_pages is not None:
         sizing = Sizing(target.cache_groups, page_bytes(target.cache_groups, target.init_pages), config)
         config = dataclasses.replace(config, kv_memory=sizing.size(full_pages))
-    monkeypatch.setattr(warmup, "LEAST_ROUNDS", 2)
-    monkeypatch.setattr(warmup, "MOST_S", 0.0)
+    monkeypatch.setattr(measure, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(measure, "MOST_S", 0.0)
     engine = Engine(target, drafter, config)
     engine.warm_up()
     assert engine.costs is not None

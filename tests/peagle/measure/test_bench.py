@@ -19,7 +19,9 @@ import peagle.cli.processes
 import peagle.cli.run_bench
 import peagle.loading
 import peagle.measure.bench
-from peagle.engine.host.collect import Collector
+from peagle.engine.host.collect import Emitted
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.scheduler import Steps
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import load
@@ -156,13 +158,14 @@ def test_steps_are_timed_while_all_requests_are_at_work() -> None:
 def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch, steps_per_dispatch: int) -> None:
     """For all chunks and dispatches, drafted or plain, and with one active slot of several."""
     begun: dict[int, list[int]] = {}
-    real = Collector._read_steps
+    real = Engine._send_steps
 
-    def watched(self: Collector, output: Any, sent: Any, now: float) -> Any:
-        begun.setdefault(self._engine.config.slots, []).append(sum(handle is not None for handle in sent.requests))
-        return real(self, output, sent, now)
+    def watched(self: Engine, action: Steps) -> None:
+        real(self, action)
+        requests = self._in_flight[-1].requests
+        begun.setdefault(self.config.slots, []).append(sum(handle is not None for handle in requests))
 
-    monkeypatch.setattr(Collector, "_read_steps", watched)
+    monkeypatch.setattr(Engine, "_send_steps", watched)
     pair = dataclasses.replace(toy_pair(None), steps_per_dispatch=steps_per_dispatch)
     options = BenchOptions((), (5,), (), context=3, slots=(1, 3), drafts=(2,), repeats=1)
     done = bench(pair, options)
@@ -182,14 +185,14 @@ def test_all_drafts_are_refused_so_that_a_drafted_step_is_at_a_plain_ones_positi
 ) -> None:
     """The target counts in cycles, which the n-gram drafter learns, so drafts would be accepted otherwise."""
     drafts: list[tuple[int, int, int]] = []
-    real = Collector._chunk
+    real = Engine._emit
 
-    def watched(self: Collector, handle: Any, token_ids: Any, now: float, records: Any, *rest: Any) -> TokenChunk:
-        k = self._engine.config.num_speculative_tokens
-        drafts.extend((k, len(record.draft_token_ids), record.num_accepted) for record in records)
-        return real(self, handle, token_ids, now, records, *rest)
+    def watched(self: Engine, emitted: Emitted, now: float) -> None:
+        k = self.config.num_speculative_tokens
+        drafts.extend((k, len(record.draft_token_ids), record.num_accepted) for record in emitted.steps)
+        real(self, emitted, now)
 
-    monkeypatch.setattr(Collector, "_chunk", watched)
+    monkeypatch.setattr(Engine, "_emit", watched)
     bench(toy_pair(None), BenchOptions((), (30,), (), context=20, drafts=(2,), repeats=1))
     assert set(drafts) == {(0, 0, 0), (2, 2, 0)}
 

@@ -8,6 +8,7 @@ import pytest
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.host.engine import Engine
+from peagle.engine.host.inspect import launching_alone
 from peagle.engine.host.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
@@ -88,7 +89,7 @@ def test_steps_whose_operations_a_gpu_launches_alone_are_others_and_give_the_sam
     expected = decode(engine, requests)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "gpu")
-        alone = engine.launching_alone()
+        alone = launching_alone(engine.executor)
         anew = alone.__enter__()
     before = trace_counts()["steps"]
     assert anew
@@ -96,7 +97,7 @@ def test_steps_whose_operations_a_gpu_launches_alone_are_others_and_give_the_sam
     assert trace_counts()["steps"] > before
     alone.__exit__(None, None, None)
     before = trace_counts()["steps"]
-    with engine.launching_alone() as anew:
+    with launching_alone(engine.executor) as anew:
         assert not anew
         assert decode(engine, requests) == expected
     assert trace_counts()["steps"] == before

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from peagle.config import EngineConfig, SamplingParams
+from peagle.engine.auto import measure
 from peagle.engine.auto.speculation import Speculation
+from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import Handle
-from peagle.engine.host.loop import AnyEngine
 from peagle.engine.host.programs import trace_counts
-from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
@@ -278,15 +278,15 @@ def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.M
 def test_measuring_what_drafting_costs_compiles_nothing(
     toy: Pair, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    measure, counts = WarmUp.measure_costs, []
+    measure_costs, counts = measure.measure_costs, []
 
     def counting(*operands: Any) -> dict[int, float]:
         counts.append(trace_counts())
-        costs = measure(*operands)
+        costs = measure_costs(*operands)
         counts.append(trace_counts())
         return costs
 
-    monkeypatch.setattr(WarmUp, "measure_costs", counting)
+    monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", counting)
     context = 78 + round(temperature)  # a shape that no other test has
     config = with_engine(num_speculative_tokens="auto", context=context)
     pair = dataclasses.replace(toy, speculation=Speculation(2))

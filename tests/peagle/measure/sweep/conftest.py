@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from peagle.engine.host.warmup import WarmUp
 from peagle.measure.sweep.runner import SweepRun
 from peagle.measure.sweep.store import Folder, open_run
 from tests.peagle.measure.sweep.runs import Lab, load_in_place, shared_pair, swept
@@ -22,7 +21,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweep without pictures, profiles and measured costs: drafts always gain."""
     monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: costs(7, {1: True}))
+    monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", lambda *_: costs(7, {1: True}))
     monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
 
 

@@ -20,7 +20,6 @@ from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.cli import main
 from peagle.engine.auto.speculation import Speculation
 from peagle.engine.host.engine import Engine
-from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import best, rows
@@ -522,7 +521,7 @@ def test_special_tokens_are_read_in_raw_text_alone(lab: Lab, tokenizer: ByteLeve
 
 def test_auto_that_never_drafted_is_told(lab: Lab) -> None:
     load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), speculation=Speculation(1)))
-    lab.monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: costs(7, {1: False}))
+    lab.monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", lambda *_: costs(7, {1: False}))
     idle, alone, together = lab.sweep("-k auto --concurrency 2 --quiet --seed 3").splitlines()
     assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"
     why = "K = auto verified no draft, since by measured times none was likely enough to save time"
