@@ -31,7 +31,7 @@ from jax.experimental import topologies
 from peagle.config import AUTO
 from peagle.engine.host import programs
 from peagle.engine.host.engine import Engine
-from peagle.engine.host.inspect import step_programs
+from peagle.engine.host.inspection import step_programs
 from peagle.engine.host.pass_plans import chunk_plan
 from peagle.engine.request import Request
 from peagle.engine.step.state import SlotParams

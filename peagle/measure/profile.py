@@ -16,7 +16,7 @@ import jax
 
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.engine import Engine
-from peagle.engine.host.inspect import launching_alone, step_programs
+from peagle.engine.host.inspection import launching_alone, step_programs
 from peagle.engine.request import Request
 from peagle.engine.step.step import PARTS
 from peagle.ops.errors import InputError

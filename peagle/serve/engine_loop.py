@@ -286,15 +286,15 @@ class EngineLoop:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, TokenChunk | ApiError]]] = {}
         ended, num_tokens = [], 0
         for handle, job in self._running.items():
-            for chunk in handle.inbox:
-                num_tokens += len(chunk.token_ids) + (0 if chunk.queued_s is None else len(chunk.request.prompt_ids))
             items = by_loop.setdefault(job.call.loop, [])
             if handle.error is not None:
                 status = 400 if isinstance(handle.error, GrammarError) else 500
                 items.append((job, ApiError(status, str(handle.error))))
-                handle.inbox.clear()
             while handle.inbox:
-                items.append((job, handle.inbox.popleft()))
+                chunk = handle.inbox.popleft()
+                num_tokens += len(chunk.token_ids) + (0 if chunk.queued_s is None else len(chunk.request.prompt_ids))
+                if handle.error is None:
+                    items.append((job, chunk))
             if handle.finished is not None:
                 ended.append(handle)
         if num_tokens:

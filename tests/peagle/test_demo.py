@@ -15,7 +15,7 @@ from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_DIRECTORY, DEMO_EAGLE3
 from peagle.cli.run_speculate import EXAMPLE
 from peagle.config import Drafts, EngineConfig
 from peagle.engine.auto.speculation import read_speculation
-from peagle.engine.host.inspect import step_programs
+from peagle.engine.host.inspection import step_programs
 from peagle.loading import MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
 from peagle.ops.linear import PackedMatrix

@@ -30,6 +30,7 @@ from peagle.engine.auto.widths import CostTable
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host import collect, handoff
 from peagle.engine.host.admission import Admission
+from peagle.engine.host.begin import admit, begin
 from peagle.engine.host.collect import Emitted
 from peagle.engine.host.constrained import Constrained
 from peagle.engine.host.executor import Executor
@@ -38,7 +39,6 @@ from peagle.engine.host.handoff import Fingerprints, HandOff
 from peagle.engine.host.in_flight import InFlight
 from peagle.engine.host.loop import EngineBase
 from peagle.engine.host.programs import ProgramShape
-from peagle.engine.host.prompts import admit, begin
 from peagle.engine.host.request_pages import RequestPages
 from peagle.engine.host.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.host.step_batches import StepBatch, StepBatches
@@ -91,196 +91,20 @@ class Engine(EngineBase):
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
         check_hand_off = functools.partial(handoff.check, self.executor, self.memory, config.context, fingerprints)
         self.admission = Admission(config, target.vocab_size, self.stop_token_ids, check_hand_off)
-        self._warm_up = WarmUp(self.executor, self.batches, self.memory, config, fingerprints)
+        self._warm_up = WarmUp(self.executor, self.batches, fingerprints)
         self._clock = LoopClock()
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._unread = 0  # dispatches that stay in flight after a step
         self._alive: set[Handle] = set()
         self._failure: BaseException | None = None
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def check(self, request: Request, hand_off: HandOff | None = None) -> None:
-        self.admission.check(request, hand_off)
-
-    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        handle = self.admission.handle(request, timeout_s, hand_off)
-        self.enter(handle)
-        return handle
-
-    def enter(self, handle: Handle) -> None:
-        """Put an admitted request in the queue. Raises EngineError if the engine has failed."""
-        with self._entry, self._lock:
-            self.raise_failure()
-            self._alive.add(handle)
-            self._queue(handle)
-
-    def _queue(self, handle: Handle, first: bool = False) -> None:
-        constrained = handle.matcher is not None
-        self._scheduler.add(handle, len(handle.computed_ids), constrained=constrained, first=first)
-
-    def hand_over(self, handle: Handle) -> HandOff:
-        """End a decoding request; return what another engine needs to continue it. Its last chunks go to its inbox.
-
-        Only the thread that drives the loop may call it. Raises InputError for a request that does not decode.
-        """
-        with self._lock:
-            self.raise_failure()
-            self._collect()
-            slots = {handle: slot for slot, handle in self.decoding}
-            if handle not in slots:
-                raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
-            if self._has_all_rows(handle):
-                self.executor.absorb(self.batches.plan([(slots[handle], handle)], [0]))
-            handle.hand_off = self._pack(handle)
-            self.finish(handle, "handed_off")
-            return handle.hand_off
-
-    def _pack(self, handle: Handle) -> HandOff:
-        """Make the hand-off of a request after all its dispatches have been read."""
-        assert handle.table is not None
-        tokens, with_drafter = tuple(handle.token_ids), self._has_all_rows(handle)
-        return handoff.pack(self.executor, self.memory, handle.table, tokens, self.fingerprints, with_drafter)
-
-    def _has_all_rows(self, handle: Handle) -> bool:
-        """Whether the drafter's pages and its input hold all rows of a request."""
-        return self.drafter is not None and handle.drafting is Drafting.ALWAYS
-
-    def finish(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
-        """End a request: its slot and pages are free, and its last chunk, without tokens, is in its inbox."""
-        self._release(handle)
-        handle.finish(reason, error)
-
-    def _release(self, handle: Handle) -> None:
-        self._alive.discard(handle)
-        self._scheduler.remove(handle)
-        self.pages.free(handle)
-
-    def _finish_aborted(self) -> None:
-        while self._to_abort:
-            handle = self._to_abort.popleft()
-            if handle in self._alive:
-                self.finish(handle, "aborted")
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise EngineError(f"the engine has failed: {' '.join(str(self._failure).split())}") from self._failure
-
-    # --- programs and memory ------------------------------------------------------------------------------------------
-
-    def warm_up(
-        self,
-        sampled: bool = False,
-        measuring: Measuring = lambda *_: None,
-        full_logits: bool = False,
-        constrained: bool = False,
-        alone: bool = False,
-        measures: bool = True,
-    ) -> None:
-        """Compile and run once every program that requests need, so that later times include no compilation.
-
-        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. alone: the
-        engine has one slot and no request waits for it, so programs of a crowd are left out. An adaptive engine then
-        measures step costs, once, and calls measuring(finished runs, all runs) before each run; measures=False: it
-        gets another engine's. Does nothing while the engine has a request: programs then compile at their first
-        dispatch.
-        """
-        needs = sampled, full_logits, constrained, alone
-        with self._entry, self._lock:
-            self._finish_aborted()
-            if self._alive:
-                return
-            measures = measures and self.config.adaptive and self.costs is None
-            if measures:
-                self.costs = self._warm_up.stored_costs()
-            compiled = self._compile(*needs)
-            if measures and self.costs is None:
-                self.costs = self._warm_up.measured_costs(measuring)
-                compiled |= self._compile(*needs)
-            if compiled or measures:
-                self._clock.reset()
-
-    def _compile(self, *needs: bool) -> bool:
-        """Compile the programs of a warm-up; return whether some were new."""
-        started = time.perf_counter()
-        self.start()
-        compiled = self._warm_up.compile(self.costs, *needs)
-        self.compile_s += time.perf_counter() - started if compiled else 0.0
-        return compiled
-
-    def start(self) -> None:
-        """Allocate the state and the pages, once."""
-        if not self.executor.started:
-            self.executor.start()
-
-    def settle(self) -> None:
-        with self._lock:
-            self._finish_aborted()
-            if not self._alive:
-                self._in_flight.clear()
-                self._clock.stop()
-                self.executor.settle()
-
-    def memory_bytes(self) -> tuple[int, int, int]:
-        """Compute the bytes of (keys and values, state of slots, logits of a step) on one device; allocate nothing.
-
-        CPU devices share one memory, so theirs are added up. A target over several devices shards its pages; each
-        device has a copy of the rest.
-        """
-        config, copies = self.config, self.memory.num_sharing
-        state = tree_bytes(self.executor.shapes) - sum(self.memory.num_bytes)
-        logits = config.slots * (config.num_drafts + 1) * self.target.vocab_size * 4
-        return self.memory.num_local_bytes, copies * state, copies * logits
-
-    @property
-    def one(self) -> "Engine":
-        """One engine on its own devices, to inspect and to measure: this one."""
-        return self
-
-    @property
-    def times(self) -> LoopTimes:
-        """Host overhead of the loop."""
-        return self._clock.times
-
-    @property
-    def prefix_cache_use(self) -> PrefixCacheUse | None:
-        """Hits and bytes of the prefix cache so far; None without one."""
-        return self.memory.prefix_cache_use
-
-    @property
-    def page_use(self) -> PageUse:
-        """The pages of keys and values, and how many of them requests hold."""
-        return self.memory.page_use
-
-    def num_known(self, token_ids: Sequence[int]) -> int:
-        """Count the leading tokens of a prompt that are in cached pages."""
-        return self.memory.num_known(token_ids, self.drafter is not None)
-
-    @property
-    def busy(self) -> bool:
-        """Whether some request has not ended."""
-        return bool(self._alive)
-
-    @property
-    def idle(self) -> bool:
-        return not (self._alive or self._in_flight)
-
-    @property
-    def decoding(self) -> list[tuple[int, Handle]]:
-        """(slot, request) of the requests that take steps."""
-        return self._scheduler.decoding
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have a slot or wait for one."""
-        return len(self._alive)
-
     # --- the loop: schedule, send, collect --------------------------------------------------------------------------
 
     def step(self) -> None:
         with self._driving():
-            self._send(self._schedule())
-            self._collect(but=self._unread)
+            action = self._schedule()
+            self._send(action)
+            self._collect(but=self._unread)  # the dispatch before: the device works while the host reads
 
     def step_in_turn(self) -> None:
         """Run a step without overlap: read each dispatch before the next one is scheduled. The tokens are the same."""
@@ -495,3 +319,180 @@ class Engine(EngineBase):
         handle.num_preempted += 1
         self.num_preemptions += 1
         self._queue(handle, first=True)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def check(self, request: Request, hand_off: HandOff | None = None) -> None:
+        self.admission.check(request, hand_off)
+
+    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
+        handle = self.admission.handle(request, timeout_s, hand_off)
+        self.enter(handle)
+        return handle
+
+    def enter(self, handle: Handle) -> None:
+        """Put an admitted request in the queue. Raises EngineError if the engine has failed."""
+        with self._entry, self._lock:
+            self.raise_failure()
+            self._alive.add(handle)
+            self._queue(handle)
+
+    def _queue(self, handle: Handle, first: bool = False) -> None:
+        constrained = handle.matcher is not None
+        self._scheduler.add(handle, len(handle.computed_ids), constrained=constrained, first=first)
+
+    def hand_over(self, handle: Handle) -> HandOff:
+        """End a decoding request; return what another engine needs to continue it. Its last chunks go to its inbox.
+
+        Only the thread that drives the loop may call it. Raises InputError for a request that does not decode.
+        """
+        with self._lock:
+            self.raise_failure()
+            self._collect()
+            slots = {handle: slot for slot, handle in self.decoding}
+            if handle not in slots:
+                raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
+            if self._has_all_rows(handle):
+                self.executor.absorb(self.batches.plan([(slots[handle], handle)], [0]))
+            handle.hand_off = self._pack(handle)
+            self.finish(handle, "handed_off")
+            return handle.hand_off
+
+    def _pack(self, handle: Handle) -> HandOff:
+        """Make the hand-off of a request after all its dispatches have been read."""
+        assert handle.table is not None
+        tokens, with_drafter = tuple(handle.token_ids), self._has_all_rows(handle)
+        return handoff.pack(self.executor, self.memory, handle.table, tokens, self.fingerprints, with_drafter)
+
+    def _has_all_rows(self, handle: Handle) -> bool:
+        """Whether the drafter's pages and its input hold all rows of a request."""
+        return self.drafter is not None and handle.drafting is Drafting.ALWAYS
+
+    def finish(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
+        """End a request: its slot and pages are free, and its last chunk, without tokens, is in its inbox."""
+        self._release(handle)
+        handle.finish(reason, error)
+
+    def _release(self, handle: Handle) -> None:
+        self._alive.discard(handle)
+        self._scheduler.remove(handle)
+        self.pages.free(handle)
+
+    def _finish_aborted(self) -> None:
+        while self._to_abort:
+            handle = self._to_abort.popleft()
+            if handle in self._alive:
+                self.finish(handle, "aborted")
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the engine has failed: {' '.join(str(self._failure).split())}") from self._failure
+
+    # --- programs and memory ------------------------------------------------------------------------------------------
+
+    def warm_up(
+        self,
+        sampled: bool = False,
+        measuring: Measuring = lambda *_: None,
+        full_logits: bool = False,
+        constrained: bool = False,
+        alone: bool = False,
+        measures: bool = True,
+    ) -> None:
+        """Compile and run once every program that requests need, so that later times include no compilation.
+
+        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. alone: the
+        engine has one slot and no request waits for it, so programs of a crowd are left out. An adaptive engine then
+        measures step costs, once, and calls measuring(finished runs, all runs) before each run; measures=False: it
+        gets another engine's. Does nothing while the engine has a request: programs then compile at their first
+        dispatch.
+        """
+        needs = sampled, full_logits, constrained, alone
+        with self._entry, self._lock:
+            self._finish_aborted()
+            if self._alive:
+                return
+            measures = measures and self.config.adaptive and self.costs is None
+            if measures:
+                self.costs = self._warm_up.stored_costs()
+            compiled = self._compile(*needs)
+            if measures and self.costs is None:
+                self.costs = self._warm_up.measured_costs(measuring)
+                compiled |= self._compile(*needs)
+            if compiled or measures:
+                self._clock.reset()
+
+    def _compile(self, *needs: bool) -> bool:
+        """Compile the programs of a warm-up; return whether some were new."""
+        started = time.perf_counter()
+        self.start()
+        compiled = self._warm_up.compile(self.costs, *needs)
+        self.compile_s += time.perf_counter() - started if compiled else 0.0
+        return compiled
+
+    def start(self) -> None:
+        """Allocate the state and the pages, once."""
+        if not self.executor.started:
+            self.executor.start()
+
+    def settle(self) -> None:
+        with self._lock:
+            self._finish_aborted()
+            if not self._alive:
+                self._in_flight.clear()
+                self._clock.stop()
+                self.executor.settle()
+
+    def memory_bytes(self) -> tuple[int, int, int]:
+        """Compute the bytes of (keys and values, state of slots, logits of a step) on one device; allocate nothing.
+
+        CPU devices share one memory, so theirs are added up. A target over several devices shards its pages; each
+        device has a copy of the rest.
+        """
+        config, copies = self.config, self.memory.num_sharing
+        state = tree_bytes(self.executor.shapes) - sum(self.memory.num_bytes)
+        logits = config.slots * (config.num_drafts + 1) * self.target.vocab_size * 4
+        return self.memory.num_local_bytes, copies * state, copies * logits
+
+    @property
+    def one(self) -> "Engine":
+        """One engine on its own devices, to inspect and to measure: this one."""
+        return self
+
+    @property
+    def times(self) -> LoopTimes:
+        """Host overhead of the loop."""
+        return self._clock.times
+
+    @property
+    def prefix_cache_use(self) -> PrefixCacheUse | None:
+        """Hits and bytes of the prefix cache so far; None without one."""
+        return self.memory.prefix_cache_use
+
+    @property
+    def page_use(self) -> PageUse:
+        """The pages of keys and values, and how many of them requests hold."""
+        return self.memory.page_use
+
+    def num_known(self, token_ids: Sequence[int]) -> int:
+        """Count the leading tokens of a prompt that are in cached pages."""
+        return self.memory.num_known(token_ids, self.drafter is not None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether some request has not ended."""
+        return bool(self._alive)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._alive or self._in_flight)
+
+    @property
+    def decoding(self) -> list[tuple[int, Handle]]:
+        """(slot, request) of the requests that take steps."""
+        return self._scheduler.decoding
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have a slot or wait for one."""
+        return len(self._alive)

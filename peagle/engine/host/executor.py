@@ -50,7 +50,7 @@ class Executor:
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None, None))
         self._target_alone, self._drafters = jax.tree.flatten(target), jax.tree.flatten((drafter, lookup))
         self._reader = jax.tree.flatten(reader)
-        self.launches_alone = False  # whether steps launch operations one by one: peagle.engine.host.inspect
+        self.launches_alone = False  # whether steps launch operations one by one: peagle.engine.host.inspection
         self._state: DecodeState | None = None
         self._prefilled: Prefilled | None = None
         self._proposed: Proposed | None = None

@@ -19,9 +19,7 @@ from peagle.engine.host.executor import Executor
 from peagle.engine.host.handoff import Fingerprints
 from peagle.engine.host.pass_plans import chunk_plan, step_plan
 from peagle.engine.host.step_batches import StepBatches
-from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.request import Request
-from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.step.masks import all_allowed
 from peagle.engine.step.state import SlotParams
 from peagle.engine.step.step_kinds import StepKind
@@ -32,15 +30,9 @@ from peagle.ops.attention import PAGE_SIZE
 class WarmUp:
     """Runs the programs of an executor before it has requests."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        batches: StepBatches,
-        memory: KVMemory,
-        config: ResolvedConfig,
-        fingerprints: Fingerprints,
-    ) -> None:
-        self._executor, self._batches, self._memory, self._config = executor, batches, memory, config
+    def __init__(self, executor: Executor, batches: StepBatches, fingerprints: Fingerprints) -> None:
+        self._executor, self._batches = executor, batches
+        self._config, self._memory = batches.config, batches.memory
         self._fingerprints, self._vocab_size = fingerprints, executor.target.vocab_size
         self._warm: set[object] = set()
 

@@ -15,7 +15,7 @@ from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
 from peagle.engine.auto.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
 from peagle.engine.auto.widths import MIDDLES, Counts
-from peagle.engine.host.inspect import count_acceptance
+from peagle.engine.host.inspection import count_acceptance
 from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.plan import Plan
 from peagle.measure.sweep.runner import Progress, SweepRun, models_of

@@ -15,7 +15,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.auto.widths import FIRST_PROFIT, LOSS_FRAC, PROFIT_TRIES, CostTable, Learned, StepCosts
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import EngineError
-from peagle.engine.host.inspect import count_acceptance, step_programs
+from peagle.engine.host.inspection import count_acceptance, step_programs
 from peagle.engine.host.programs import trace_counts
 from peagle.engine.request import Drafting, Request
 from peagle.engine.resolved import ResolvedConfig

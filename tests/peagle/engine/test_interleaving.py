@@ -26,7 +26,7 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.protocols import Drafter, Target
 from tests.support.models import FAST, models
-from tests.support.toys import CONFIG, check_whole, decode, drafting_at, stepped
+from tests.support.toys import CONFIG, check_whole, decode, drafting_at, stepped, taken
 
 CAPACITY, LONGEST = 192, 60
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 130).tolist()
@@ -134,16 +134,10 @@ def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
     pool.reserve = counting  # type: ignore[method-assign]
 
 
-def interleave(
-    targets: Sequence[Target], alone: Alone, examples: int, together: int, proposer: Drafter, number: int
-) -> collections.Counter[str]:
-    """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened.
-
-    number: other interleavings.
-    """
-    count, happened = len(targets), collections.Counter[str]()
-    page_bytes = KVMemory(targets[0], proposer, ResolvedConfig(3)).page_bytes
-    config = ResolvedConfig(
+def little(target: Target, proposer: Drafter, together: int) -> ResolvedConfig:
+    """Make the config of an engine with memory for less than what all slots may hold."""
+    page_bytes = KVMemory(target, proposer, ResolvedConfig(3)).page_bytes
+    return ResolvedConfig(
         3,
         3,
         CAPACITY,
@@ -153,6 +147,41 @@ def interleave(
         kv_memory=PAGES * sum(page_bytes),
         prefix_cache=1,  # no memory of its own: known tokens stay where they are until others need it
     )
+
+
+def test_the_loop_that_overlaps_emits_what_the_plain_one_does() -> None:
+    """Greedy and sampled requests, some with a grammar, drafted or not, and preempted."""
+    pair, tokens = models(FAST), []
+    assert pair.drafter is not None
+    requests = [request_of(prompt, sampling, 40) for prompt in range(6) for sampling in range(len(SAMPLINGS) + 1)]
+    for step, overlaps in ((Engine.step, True), (Engine.step_in_turn, False)):
+        engine = Engine(pair.target, pair.drafter, little(pair.target, pair.drafter, together=5))
+        drafting_at(engine, {1: True, 3: False})  # with three active slots nothing is drafted
+        got: dict[Handle, list[int]] = {handle: [] for handle in engine.add_all(requests)}
+        drafted, in_flight = collections.Counter[bool](), 0
+        while engine.busy:
+            step(engine)
+            in_flight += len(engine._in_flight)
+            for handle, chunk in taken(got):
+                got[handle] += chunk.token_ids
+                drafted.update(bool(record.draft_token_ids) for record in chunk.steps)
+        assert (in_flight > 0) == overlaps
+        assert min(drafted.values()) > 0
+        assert len(drafted) == 2
+        assert engine.num_preemptions > 0
+        tokens.append(list(got.values()))
+    assert tokens[0] == tokens[1]
+
+
+def interleave(
+    targets: Sequence[Target], alone: Alone, examples: int, together: int, proposer: Drafter, number: int
+) -> collections.Counter[str]:
+    """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened.
+
+    number: other interleavings.
+    """
+    count, happened = len(targets), collections.Counter[str]()
+    config = little(targets[0], proposer, together)
     # with three active slots nothing is drafted
     engines = [drafting_at(EvenlyPaced(target, proposer, config), {1: True, 3: False}) for target in targets]
     engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))

@@ -8,7 +8,7 @@ import pytest
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.host.engine import Engine
-from peagle.engine.host.inspect import launching_alone
+from peagle.engine.host.inspection import launching_alone
 from peagle.engine.host.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
