@@ -85,8 +85,8 @@ def _read_steps(output: StepOutput, requests: Sequence[Handle | None]) -> list[E
     return read
 
 
-def commit(emitted: Emitted, now: float, hands_over: bool, executor: Executor) -> tuple[TokenChunk, InputError | None]:
-    """Add tokens to their request; return their chunk, and the error if the request has failed.
+def append(emitted: Emitted, now: float, hands_over: bool, executor: Executor) -> tuple[TokenChunk, InputError | None]:
+    """Append tokens to their request; return their chunk, and the error if the request has failed.
 
     The chunk has a finish_reason after a stop token, at the budget, and if the engine hands requests over.
     """

@@ -180,7 +180,7 @@ class Engine(EngineBase):
     def _emit(self, emitted: Emitted, now: float) -> None:
         """Give a request its next chunk; after the last one, its slot and pages are free."""
         handle = emitted.handle
-        chunk, error = collect.commit(emitted, now, self.config.role == "prefill", self.executor)
+        chunk, error = collect.append(emitted, now, self.config.role == "prefill", self.executor)
         if chunk.finish_reason == "handed_off":
             handle.hand_off = self._pack(handle)
         if emitted.not_finite is None:
