@@ -24,7 +24,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from peagle.checkpoints import DEMO
 from peagle.cluster.complete import completed, pair_without_weights
 from peagle.cluster.config import FleetConfig, read_fleet
-from peagle.cluster.fleet import Fleet, FleetEngine, ReplicaLost
+from peagle.cluster.fleet import Fleet, ReplicaLost
 from peagle.cluster.router import PrefixRouter
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.host.handoff import parse
@@ -194,9 +194,8 @@ class Application:
         config = completed(config)
         pair = pair_without_weights(config)
         resolved = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
-        engine = FleetEngine(resolved, pair.target.vocab_size, pair.stop_token_ids)
         builder = RequestBuilder(pair, resolved.context, config.date, resolved.num_drafts)
-        fleet = Fleet(RayCalls(prefill, decode), engine, config.most_open, config.patience_s)
+        fleet = Fleet(RayCalls(prefill, decode), pair, resolved, config.most_open, config.patience_s)
         self._watching = asyncio.get_running_loop().create_task(fleet.watch())
         responses = ResponseStore(config.response_store, config.response_ttl, RESPONSE_OPTIONS)
         name = config.served_model_name or NAME

@@ -11,9 +11,9 @@ the client may send the request again.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -22,7 +22,8 @@ from peagle.engine.host.admission import check_grammar
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
-from peagle.serve.engine_loop import LOADING_RETRY_S, ChunkQueue, Status, T, check_room, read_chunks
+from peagle.pair import Pair
+from peagle.serve.engine_loop import LOADING_RETRY_S, Call, Job, Loop, Status, T
 from peagle.serve.errors import ApiError
 
 PREFILL_TRIES = 3
@@ -57,55 +58,23 @@ class ReplicaCalls(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class FleetEngine:
-    """What is known here of the replicas' engines. Refuses the requests that they would refuse."""
-
-    config: ResolvedConfig
-    vocab_size: int
-    stop_token_ids: tuple[int, ...] = ()
-
-    def check(self, request: Request) -> None:
-        self.config.check(request, self.vocab_size)
-        stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
-        check_grammar(request, stops, self.vocab_size)
-
-
-@dataclass(eq=False)
-class FleetCall:
-    """The requests of one HTTP request (see peagle.serve.engine_loop.Call): a task for each."""
-
-    requests: Sequence[Request]
-    queue: ChunkQueue = field(default_factory=asyncio.Queue)
-    tasks: list["asyncio.Task[None]"] = field(default_factory=list)
-
-    def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """See peagle.serve.engine_loop.EngineCall."""
-        return read_chunks(self.queue, len(self.requests), lambda index: self.tasks[index].cancelling() > 0)
-
-    def abort(self, index: int) -> None:
-        """End a request. Does nothing if it has ended. Never waits."""
-        self.tasks[index].cancel()
-
-    def close(self) -> None:
-        """Abort all requests."""
-        for task in self.tasks:
-            task.cancel()
-
-
-class Fleet:
-    """The engines of other processes, as a peagle.serve.engine_loop.Loop.
+class Fleet(Loop):
+    """The engines of other processes, of this pair and config.
 
     most_open: the most requests at once. patience_s: seconds without a chunk after which an answer ends with an error,
     since there may be no replica left. The status is "loading" until replicas answer a `probe`.
     """
 
-    def __init__(self, replicas: ReplicaCalls, engine: FleetEngine, most_open: int, patience_s: float) -> None:
-        self.engine, self.most_open, self.patience_s = engine, most_open, patience_s
-        self.failure: str | None = None
+    def __init__(
+        self, replicas: ReplicaCalls, pair: Pair, config: ResolvedConfig, most_open: int, patience_s: float
+    ) -> None:
+        super().__init__(config, pair.stop_token_ids, most_open)
+        self._vocab_size, self.patience_s = pair.target.vocab_size, patience_s
         self._replicas, self._ready = replicas, False
-        # requests that have not ended; it is not known here which of them wait for a slot
-        self.num_running, self.num_waiting = 0, 0
+
+    @property
+    def num_running(self) -> int:
+        return self.num_open  # it is not known here which of them wait for a slot
 
     @property
     def status(self) -> Status:
@@ -139,17 +108,22 @@ class Fleet:
                 raise ApiError(503, LOADING, retry_after_s=LOADING_RETRY_S)
             await asyncio.sleep(LOADING_POLL_S)
 
-    def submit(self, requests: Sequence[Request]) -> FleetCall:
-        """Start all requests, or none. Raises as EngineLoop.submit does."""
+    def check(self, request: Request) -> None:
+        """Raise InputError for a request that the replicas' engines would refuse."""
+        self.config.check(request, self._vocab_size)
+        stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        check_grammar(request, stops, self._vocab_size)
+
+    def submit(self, requests: Sequence[Request]) -> Call:
         for request in requests:
-            self.engine.check(request)
-        check_room(len(requests), self.num_running, self.most_open)
-        call = FleetCall(requests)
-        self.num_running += len(requests)
-        for index, request in enumerate(requests):
-            task = asyncio.get_running_loop().create_task(self._run(call, index, request))
+            self.check(request)
+        self.check_room(len(requests))
+        call = Call(requests)
+        self.num_open += len(requests)
+        for job in call.jobs:
+            task = asyncio.get_running_loop().create_task(self._run(call, job))
             task.add_done_callback(self._count_ended)
-            call.tasks.append(task)
+            job.cancel = task.cancel
         return call
 
     async def run(self, function: Callable[[], T]) -> T:  # noqa: ARG002
@@ -158,19 +132,15 @@ class Fleet:
         raise ApiError(400, message, "echo")
 
     def _count_ended(self, _: "asyncio.Task[None]") -> None:
-        self.num_running -= 1
+        self.num_open -= 1
 
-    async def _run(self, call: FleetCall, index: int, request: Request) -> None:
+    async def _run(self, call: Call, job: Job) -> None:
         """Run one request, and put its chunks or its error into the call's queue."""
-
-        def put(item: TokenChunk | ApiError) -> None:
-            call.queue.put_nowait((index, item))
-
-        ended = False
+        put, ended = functools.partial(call.put, job), False
         try:
-            async for chunk in self._chunks(request):
+            async for chunk in self._chunks(job.request):
                 ended = chunk.finish_reason is not None
-                put(dataclasses.replace(chunk, request=request, time_s=time.perf_counter()))
+                put(dataclasses.replace(chunk, request=job.request, time_s=time.perf_counter()))
             if not ended:
                 put(ApiError(503, LOST))
         except asyncio.CancelledError:

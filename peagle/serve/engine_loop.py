@@ -4,14 +4,16 @@ Only this thread drives the engine. In turn it adds new requests, runs a step, a
 of the event loop per step. The event loop never waits for a step.
 """
 
+import abc
 import asyncio
 import collections
 import concurrent.futures
+import functools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeVar
 
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.grammar import GrammarError
@@ -30,143 +32,133 @@ Status = Literal["ok", "loading", "failed", "stalled", "draining"]
 
 
 @dataclass(eq=False)
-class _Job:
+class Job:
     """A request of a call. index: in the call. handle: None until the thread has added the request to the engine."""
 
-    call: "EngineCall"
+    call: "Call"
     index: int
     request: Request
     hand_off: HandOff | None = None
     handle: Handle | None = None
     aborted: bool = False
+    cancel: Callable[[], object] = lambda: None  # ends it in the engine; never waits
     submitted_s: float = field(default_factory=time.perf_counter)
 
-
-ChunkQueue = asyncio.Queue[tuple[int, TokenChunk | ApiError]]  # (index of the request in its call, chunk)
-
-
-async def read_chunks(
-    queue: ChunkQueue, count: int, aborted: Callable[[int], bool]
-) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """Yield (index, chunk) of requests 0..count - 1 as chunks arrive, until each has ended or was aborted.
-
-    Raises an ApiError that arrives.
-    """
-    left = set(range(count))
-    while left := {index for index in left if not aborted(index)}:
-        index, chunk = await queue.get()
-        if isinstance(chunk, ApiError):
-            raise chunk
-        if index in left:
-            if chunk.finish_reason is not None:
-                left.discard(index)
-            yield index, chunk
+    def abort(self) -> None:
+        self.aborted = True  # first: `_add_new` sets the handle, then reads this
+        self.cancel()
 
 
-def check_room(count: int, num_open: int, most: int) -> None:
-    """Raise ApiError if there is no room for `count` more requests: at most `most` may be open."""
-    if count > most:
-        raise ApiError(400, f"{count} answers are requested at once; expected at most {most}: ask for fewer", "n")
-    if num_open + count > most:
-        message = f"{num_open} requests are running or waiting, and at most {most} may; try again later"
-        raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
-
-
-@dataclass(eq=False)
-class EngineCall:
+class Call:
     """The engine's requests of one HTTP request. Use it in the event loop that submitted them."""
 
-    engine: AnyEngine
-    loop: asyncio.AbstractEventLoop
-    jobs: list[_Job] = field(default_factory=list)
-    queue: ChunkQueue = field(default_factory=asyncio.Queue)
+    loop: asyncio.AbstractEventLoop  # that one; an `EngineLoop` needs it
 
-    def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """Yield (index of the request, chunk) as chunks arrive, until each request has ended or was aborted.
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.jobs = [Job(self, index, request) for index, request in enumerate(requests)]
+        self._left = {*self.jobs}
+        self._queue: asyncio.Queue[tuple[Job, TokenChunk | ApiError]] = asyncio.Queue()
 
-        Raises ApiError if the engine fails, or a model's outputs are not finite.
+    def put(self, job: Job, chunk: TokenChunk | ApiError) -> None:
+        self._queue.put_nowait((job, chunk))
+
+    async def chunks(self) -> AsyncGenerator[tuple[Job, TokenChunk], None]:
+        """Yield (job, chunk) as chunks arrive, until each request has ended or was aborted.
+
+        Raises the ApiError that arrives if the engine fails, or a model's outputs are not finite.
         """
-        return read_chunks(self.queue, len(self.jobs), lambda index: self.jobs[index].aborted)
+        while self._left:
+            job, chunk = await self._queue.get()
+            if isinstance(chunk, ApiError):
+                raise chunk
+            if job in self._left:
+                if chunk.finish_reason is not None:
+                    self._left.discard(job)
+                yield job, chunk
 
-    def abort(self, index: int) -> None:
-        """End a request before the next dispatch. Does nothing if it has ended. Never waits."""
-        job = self.jobs[index]
-        # set this, then read the handle: `_add_new` does it in the other order, so that one of the two aborts
-        job.aborted = True
-        if job.handle is not None:
-            self.engine.abort(job.handle)
+    def abort(self, job: Job) -> None:
+        """End a request, and yield no more chunks of it. Does nothing if it has ended. Never waits."""
+        self._left.discard(job)
+        job.abort()
 
     def close(self) -> None:
         """Abort all requests."""
-        for index in range(len(self.jobs)):
-            self.abort(index)
+        for job in self.jobs:
+            self.abort(job)
 
 
-@runtime_checkable
-class Call(Protocol):
-    """The requests that a `Loop` runs for one HTTP request (see `EngineCall`)."""
-
-    def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]: ...
-
-    def abort(self, index: int) -> None: ...
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class EngineInfo(Protocol):
-    """The part of an engine that HTTP code uses. It is known even if the engine is in another process."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def config(self) -> ResolvedConfig: ...
-    def check(self, request: Request) -> None: ...
-
-
-@runtime_checkable
-class Loop(Protocol):
+class Loop(abc.ABC):
     """Runs the requests of a server: an `EngineLoop`, or a peagle.cluster.fleet.Fleet of other processes."""
 
-    failure: str | None
-
-    @property
-    def engine(self) -> EngineInfo: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def status(self) -> Status: ...
-    async def expect_ready(self) -> None: ...
-    def submit(self, requests: Sequence[Request]) -> Call: ...
-    async def run(self, function: Callable[[], T]) -> T: ...
-
-
-class EngineLoop:
-    """An engine and its thread. At most `slots` + max_queue requests may be open."""
-
-    def __init__(self, engine: AnyEngine, max_queue: int) -> None:
-        self.engine, self.max_queue = engine, max_queue
+    def __init__(self, config: ResolvedConfig, stop_token_ids: Sequence[int], most_open: int) -> None:
+        self.config, self.stop_token_ids, self.most_open = config, stop_token_ids, most_open
         self.failure: str | None = None
-        self.draining = False
-        self._lock = threading.Condition()
-        self._new: collections.deque[_Job] = collections.deque()
-        self._tasks: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
-        self._running: dict[Handle, _Job] = {}  # of the thread only
-        self.count_step: Callable[[int], object] = lambda _: None  # called by the thread with the tokens of a step
-        self.num_open = 0  # jobs and tasks that have not ended
-        self._closing = False
-        self._last_step_s = time.monotonic()
-        self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
-        self._thread.start()
+        self.num_open = 0  # requests that have not ended
 
     @property
     def num_running(self) -> int:
-        return min(self.num_open, self.engine.config.slots)
+        return min(self.num_open, self.config.slots)
 
     @property
     def num_waiting(self) -> int:
         return self.num_open - self.num_running
+
+    @property
+    @abc.abstractmethod
+    def status(self) -> Status: ...
+
+    @abc.abstractmethod
+    async def expect_ready(self) -> None:
+        """Wait a short time for models that are loaded. Raises ApiError if they are not loaded then."""
+
+    @abc.abstractmethod
+    def check(self, request: Request) -> None:
+        """Raise InputError for a request that cannot run."""
+
+    @abc.abstractmethod
+    def submit(self, requests: Sequence[Request]) -> Call:
+        """Queue all requests, or none. Call this in the event loop that reads the chunks.
+
+        Raises ApiError if the queue is full or the engine has failed, and InputError for a request that cannot run.
+        """
+
+    @abc.abstractmethod
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function that needs the weights, between two steps. Raises as the function and `submit` do."""
+
+    def echo(self, requests: Sequence[Request]) -> Call:
+        """Return a call whose answers have no tokens, since they only echo the prompts. Raises as `check` does."""
+        call = Call(requests)
+        for job in call.jobs:
+            self.check(job.request)
+            call.put(job, TokenChunk(job.request, (), time.perf_counter(), finish_reason="length"))
+        return call
+
+    def check_room(self, count: int) -> None:
+        """Raise ApiError if there is no room for `count` more requests."""
+        if count > self.most_open:
+            message = f"{count} answers are requested at once; expected at most {self.most_open}: ask for fewer"
+            raise ApiError(400, message, "n")
+        if self.num_open + count > self.most_open:
+            message = f"{self.num_open} requests are running or waiting, and at most {self.most_open} may"
+            raise ApiError(429, f"{message}; try again later", retry_after_s=RETRY_AFTER_S)
+
+
+class EngineLoop(Loop):
+    """An engine and its thread. At most `slots` + max_queue requests may be open."""
+
+    def __init__(self, engine: AnyEngine, max_queue: int) -> None:
+        super().__init__(engine.config, engine.stop_token_ids, engine.config.slots + max_queue)
+        self.engine, self.draining = engine, False
+        self._lock = threading.Condition()
+        self._new: collections.deque[Job] = collections.deque()
+        self._tasks: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
+        self._running: dict[Handle, Job] = {}  # of the thread only
+        self.count_step: Callable[[int], object] = lambda _: None  # called by the thread with the tokens of a step
+        self._closing = False
+        self._last_step_s = time.monotonic()
+        self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
+        self._thread.start()
 
     @property
     def status(self) -> Status:
@@ -180,22 +172,26 @@ class EngineLoop:
     async def expect_ready(self) -> None:
         """Do nothing: the engine is loaded and warmed up."""
 
-    def submit(self, requests: Sequence[Request], hand_offs: Sequence[HandOff | None] = ()) -> EngineCall:
-        """Queue all requests, or none. Call this in the event loop that reads the chunks.
+    def check(self, request: Request) -> None:
+        self.engine.check(request)
 
-        hand_offs: of requests that another engine has prefilled. Raises ApiError if the queue is full or the engine has
-        failed, and InputError for a request that cannot run.
-        """
-        call = EngineCall(self.engine, asyncio.get_running_loop())
-        pairs = zip(requests, hand_offs or [None] * len(requests), strict=True)
-        for index, (request, hand_off) in enumerate(pairs):
-            self.engine.check(request, hand_off)
-            call.jobs.append(_Job(call, index, request, hand_off))
+    def submit(self, requests: Sequence[Request], hand_offs: Sequence[HandOff | None] = ()) -> Call:
+        """See Loop. hand_offs: of requests that another engine has prefilled."""
+        call = Call(requests)
+        for job, hand_off in zip(call.jobs, hand_offs or [None] * len(requests), strict=True):
+            self.engine.check(job.request, hand_off)
+            job.hand_off, job.cancel = hand_off, functools.partial(self._cancel, job)
+        call.loop = asyncio.get_running_loop()
         with self._lock:
             self._enter(len(requests))
             self._new.extend(call.jobs)
             self._lock.notify()
         return call
+
+    def _cancel(self, job: Job) -> None:
+        """End a job's request before the next dispatch."""
+        if job.handle is not None:
+            self.engine.abort(job.handle)
 
     async def run(self, function: Callable[[], T]) -> T:
         """Call a function in the engine's thread, between two steps. Raises as the function and `submit` do."""
@@ -207,12 +203,12 @@ class EngineLoop:
         return await asyncio.wrap_future(future)
 
     def _enter(self, count: int) -> None:
-        """Count `count` more open requests. Raises ApiError if it cannot take them all. The caller holds the lock."""
+        """Count `count` more open requests or tasks. Raises ApiError for too many. The caller holds the lock."""
         if self.failure is not None:
             raise self._engine_failed()
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
-        check_room(count, self.num_open, self.engine.config.slots + self.max_queue)
+        self.check_room(count)
         if not self.num_open:
             self._last_step_s = time.monotonic()
         self.num_open += count
@@ -224,7 +220,7 @@ class EngineLoop:
             jobs = [*self._new, *self._running.values()]
         for job in jobs:
             self._send(job.call.loop, [(job, ApiError(503, message))])
-            job.call.close()
+            job.abort()
 
     def close(self) -> None:
         self.stop("the server was stopped")
@@ -283,7 +279,7 @@ class EngineLoop:
 
     def _deliver(self) -> None:
         """Send the chunks of a step to their event loops, and forget requests that have ended."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, TokenChunk | ApiError]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, TokenChunk | ApiError]]] = {}
         ended, num_tokens = [], 0
         for handle, job in self._running.items():
             items = by_loop.setdefault(job.call.loop, [])
@@ -307,10 +303,10 @@ class EngineLoop:
             if items:
                 self._send(loop, items)
 
-    def _send(self, loop: asyncio.AbstractEventLoop, items: list[tuple[_Job, TokenChunk | ApiError]]) -> None:
+    def _send(self, loop: asyncio.AbstractEventLoop, items: list[tuple[Job, TokenChunk | ApiError]]) -> None:
         def put() -> None:
             for job, item in items:
-                job.call.queue.put_nowait((job.index, item))
+                job.call.put(job, item)
 
         try:
             loop.call_soon_threadsafe(put)

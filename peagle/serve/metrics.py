@@ -88,14 +88,14 @@ class Metrics:
         if isinstance(loop, EngineLoop):  # not a fleet
             self._add_engine(loop)
         self._counters = {name: self._add(Counter, name, text) for name, text in COUNTERS.items()}
-        sizes = _bounds(loop.engine.config.context)
+        sizes = _bounds(loop.config.context)
         histograms = {**TIMES, **{name: (text, sizes) for name, text in SIZES.items()}}
         histograms["request_params_n"] = ("Answers to the prompt.", ANSWERS)
         self._histograms = {
             name: self._add(Histogram, name, text, buckets=bounds) for name, (text, bounds) in histograms.items()
         }
         text = "Accepted tokens by their position in the draft, from 0."
-        places = map(str, range(loop.engine.config.num_speculative_tokens))
+        places = map(str, range(loop.config.num_speculative_tokens))
         self._per_position = self._family(Counter, "spec_decode_num_accepted_tokens_per_pos", text, "position", places)
         self._ended = self._family(Counter, "request_success", "Ended requests.", "finished_reason", REASONS)
         self._add_replies()

@@ -8,7 +8,7 @@ from typing import Any
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Piece, Result
-from peagle.serve.engine_loop import Call, Loop
+from peagle.serve.engine_loop import Job, Loop
 from peagle.serve.errors import ApiError
 from peagle.serve.metrics import AnswerMetrics, Metrics
 from peagle.serve.replies import Figures, TokenOrigin, Usage
@@ -38,16 +38,16 @@ class OpenAnswers:
         self._assemblers = [
             Assembler(
                 request,
-                request.limit_drafts(loop.engine.config.num_speculative_tokens),
+                request.limit_drafts(loop.config.num_speculative_tokens),
                 tokenizer,
                 time.perf_counter(),
                 channels=channels,
-                own_stops=_own_stops(request, loop.engine.stop_token_ids, tokenizer),
+                own_stops=_own_stops(request, loop.stop_token_ids, tokenizer),
                 index=index,
             )
             for index, request in enumerate(requests)
         ]
-        self._call: Call = loop.submit(requests) if decode else EchoCall(loop, requests)
+        self._call = (loop.submit if decode else loop.echo)(requests)
         self._counted: list[AnswerMetrics] = []
         if metrics is not None:
             num_answers = 1 + max(request.index for request in requests)  # to each prompt
@@ -57,8 +57,8 @@ class OpenAnswers:
         """Yield pieces until all answers have ended. Aborts the requests if the reader stops early."""
         try:
             async with contextlib.aclosing(self._call.chunks()) as chunks:
-                async for index, chunk in chunks:
-                    yield self._read(index, chunk)
+                async for job, chunk in chunks:
+                    yield self._read(job, chunk)
         except ApiError as error:
             self._count_ends("error")
             if error.status == 400 and error.param is None:  # while decoding, only a grammar can be bad input
@@ -79,12 +79,12 @@ class OpenAnswers:
     def results(self) -> list[Result]:
         return [assembler.result() for assembler in self._assemblers]
 
-    def _read(self, index: int, chunk: TokenChunk) -> Piece:
-        piece = self._assemblers[index].add(chunk)
+    def _read(self, job: Job, chunk: TokenChunk) -> Piece:
+        piece = self._assemblers[job.index].add(chunk)
         if self._counted:
-            self._counted[index].add(piece)
+            self._counted[job.index].add(piece)
         if piece.finish_reason != chunk.finish_reason:  # a stop string ended the answer
-            self._call.abort(index)
+            self._call.abort(job)
         return piece
 
 
@@ -95,22 +95,6 @@ def _own_stops(request: Request, model: Sequence[int], tokenizer: Tokenizer | No
     """
     special = {} if tokenizer is None else tokenizer.special_tokens
     return {token for token in request.stop_token_ids or () if token not in model and special.get(token) != CALL}
-
-
-class EchoCall:
-    """A `Call` whose answers have no tokens, since they only echo the prompts."""
-
-    def __init__(self, loop: Loop, requests: Sequence[Request]) -> None:
-        for request in requests:
-            loop.engine.check(request)
-        self._requests = requests
-
-    async def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        for index, request in enumerate(self._requests):
-            yield index, TokenChunk(request, (), time.perf_counter(), finish_reason="length")
-
-    def abort(self, index: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class TokenTexts:

@@ -16,7 +16,7 @@ from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import Sampled
-from peagle.serve.engine_loop import Loop
+from peagle.serve.engine_loop import EngineLoop, Loop
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
@@ -103,7 +103,7 @@ class SharedState:
         """Compute the log-probabilities of each request's prompt (see `RequestBuilder.prompt_logprobs`)."""
         by_prompt: dict[tuple[int, ...], list[TokenLogprobs]] = {}
         for request in requests:
-            self.loop.engine.check(request)
+            self.loop.check(request)
             if request.prompt_ids not in by_prompt:
                 by_prompt[request.prompt_ids] = await self.loop.run(
                     functools.partial(self.builder.prompt_logprobs, request)
@@ -136,7 +136,7 @@ class SharedState:
             "requests_waiting": loop.num_waiting,
             "error": loop.failure,
         }
-        if isinstance(loop.engine, AnyEngine):  # not of a fleet
+        if isinstance(loop, EngineLoop):  # not a fleet
             use = loop.engine.page_use
             health |= {"kv_cache_tokens": use.num_tokens, "kv_cache_usage": round(use.held_frac, 4)}
         return health

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.cluster.fleet import LOADING, LOST, LOST_PROMPT, Fleet, FleetEngine, ReplicaLost
+from peagle.cluster.fleet import LOADING, LOST, LOST_PROMPT, Fleet, ReplicaLost
 from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
@@ -98,8 +98,8 @@ def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
         pair = toy_pair(tokenizer)
         loops = Loops(pair, disaggregated)
         fleets.append(loops)
-        engine = FleetEngine(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
-        fleet = Fleet(loops, engine, most_open, patience_s)
+        config = pair.engine_config(K, context=CONTEXT, slots=SLOTS)
+        fleet = Fleet(loops, pair, config, most_open, patience_s)
         asyncio.run(fleet.probe())
         return loops, SharedState(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import ChatBody
 from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter
+from peagle.serve.engine_loop import Call, Loop
 from peagle.serve.formatter import ResponseFormatter
 from peagle.serve.http import parse
 from peagle.serve.open_answers import OpenAnswers
@@ -67,26 +68,16 @@ TOOLS: Any = [
 CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "f"}}, {"type": "custom", "custom": {"name": "g"}}]
 
 
-class Checked:
-    """The engine of `Chunks`."""
-
-    stop_token_ids = (RETURN, CALL)
-    config = ResolvedConfig(K, slots=1, context=1000)
-
-    def check(self, request: Request) -> None:
-        pass
-
-
-class Chunks:
+class Chunks(Loop):
     """A loop whose engine gives one request these tokens, in cuts that end here."""
 
-    failure, num_running, num_waiting, status = None, 0, 0, "ok"
+    status = "ok"
 
     def __init__(self, ids: Sequence[int], ends: Sequence[int], stop_token: int | None) -> None:
-        self.engine = Checked()
+        super().__init__(ResolvedConfig(K, slots=1, context=1000), (RETURN, CALL), 1)
         places = sorted({0, len(ids), *(end for end in ends if end < len(ids))})
         self._cuts = [ids[start:end] for start, end in itertools.pairwise(places)] or [()]
-        self._stop, self._aborted = stop_token, False
+        self._stop = stop_token
 
     async def run(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -94,26 +85,19 @@ class Chunks:
     async def expect_ready(self) -> None:
         pass
 
-    def submit(self, requests: Sequence[Request]) -> "Chunks":
-        (self._request,) = requests
-        return self
+    def check(self, request: Request) -> None:
+        pass
 
-    async def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    def submit(self, requests: Sequence[Request]) -> Call:
+        call = Call(requests)
+        (job,) = call.jobs
         for number, cut in enumerate(self._cuts, 1):
-            if self._aborted:
-                return
             last = number == len(self._cuts)
             tokens = (*cut, *([self._stop] if last and self._stop is not None else []))
-            reason = None if not last else "length" if self._stop is None else "stop"
+            reason: Any = None if not last else "length" if self._stop is None else "stop"
             logprobs = tuple(TokenLogprobs(token, -float(token), ((token, -1.0),)) for token in tokens)
-            yield 0, TokenChunk(self._request, tokens, 0.0, finish_reason=reason, logprobs=logprobs)  # type: ignore[arg-type]
-
-    def abort(self, place: int) -> None:
-        assert place == 0
-        self._aborted = True
-
-    def close(self) -> None:
-        pass
+            call.put(job, TokenChunk(job.request, tokens, 0.0, finish_reason=reason, logprobs=logprobs))
+        return call
 
 
 def read(form: ResponseFormatter, answers: OpenAnswers) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -147,7 +131,7 @@ class Answer:
     def outputs(self, tokenizer: ByteLevelTokenizer, channels: bool = True, stop: bool = True) -> OpenAnswers:
         prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
         request = Request(prompt, 1000, stop=self.stop if stop else (), logprobs=1)
-        loop: Any = Chunks(self.ids(tokenizer), self.ends, self.end)
+        loop = Chunks(self.ids(tokenizer), self.ends, self.end)
         return OpenAnswers(loop, [request], tokenizer, channels=channels)
 
 
