@@ -20,6 +20,7 @@ from peagle.stream import show_ids
 from peagle.text.channels import ChannelParser, Delta
 from peagle.text.tokenizer import Tokenizer
 from peagle.workflows.run import Observer
+from peagle.workflows.run import Stage as RunStage
 
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 LINE_SECONDS: float = 10.0  # between two lines of progress, if standard error is no terminal
@@ -111,7 +112,26 @@ class Ticker:
                 self._tick()
 
 
-class Display(Observer):
+class Channels:
+    """An answer by channel. `add` yields the deltas of the text so far, before a stop string that may come."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._parser, self._waiting, self._length = ChannelParser(tokenizer, prompt_ids), list[Delta](), 0
+
+    def add(self, token_ids: Sequence[int], text: str, last: bool = False) -> Iterator[Delta]:
+        """Add tokens, and text of these or of earlier ones. last: the answer has ended."""
+        self._waiting += self._parser.add(token_ids, last)
+        self._length += len(text)
+        deltas, self._waiting = self._waiting, []
+        for delta in deltas:
+            room = max(0, self._length - delta.start)
+            if delta.text[:room] or (not delta.text and delta.start <= self._length):
+                yield delta._replace(text=delta.text[:room])
+            if delta.text[room:]:
+                self._waiting.append(delta._replace(text=delta.text[room:], start=delta.start + room))
+
+
+class Display:
     """Print texts, progress, notes and the summary of a run.
 
     text: print texts. streaming: print a text while it is generated; otherwise texts are printed whole, in the order of
@@ -136,7 +156,7 @@ class Display(Observer):
         self._by_channel = streaming and text and not quiet and sys.stdout.isatty()
         self._has_tokenizer = True
         self._tokenizer: Tokenizer | None = None
-        self._parsers: dict[int, ChannelParser] = {}
+        self._channels: dict[int, Channels] = {}
         self._message: int | None = None  # the message of the last printed delta
         self._pieces: dict[int, list[tuple[str, int]]] = {}  # by the index of the request
         self._ended: dict[int, Parts] = {}  # complete texts that wait for an earlier request
@@ -178,8 +198,19 @@ class Display(Observer):
         """Set the tokenizer of the texts; without one, token ids are printed."""
         self._has_tokenizer, self._tokenizer = tokenizer is not None, tokenizer
 
-    def compiling(self) -> None:
-        self._show("compiling")
+    @property
+    def observer(self) -> Observer:
+        """The callbacks of a run that it shows."""
+        return Observer(self.run_stage, self.compared, self.started, self.emitted, self.finished, self.shows_drafts)
+
+    def run_stage(self, stage: RunStage, done: int, total: int) -> None:
+        """Show that a stage of a run begins."""
+        if stage == "measuring":
+            self.measuring(done, total)
+        elif stage in ("decoding", "comparing"):
+            self.decoding(done, total, plainly=stage == "comparing")
+        else:
+            self._show("profiling some steps" if stage == "profiling" else stage)
 
     def measuring(self, done: int, total: int) -> None:
         self.begin_run("measuring the cost of drafting (-k K skips it)", done, total)
@@ -196,13 +227,10 @@ class Display(Observer):
         if self._stage is not None and self._stage.unit == "tokens":
             self._stage(done, total)
 
-    def profiling(self) -> None:
-        self._show("profiling some steps")
-
     def started(self, request: Request, turn: int | None) -> None:
         self._pieces[request.index] = []
         if self._by_channel and self._tokenizer is not None:
-            self._parsers[request.index] = ChannelParser(self._tokenizer, request.prompt_ids)
+            self._channels[request.index] = Channels(self._tokenizer, request.prompt_ids)
         if self._streaming:
             self._heading(request.index, turn)
 
@@ -210,11 +238,11 @@ class Display(Observer):
         if not parts or not self.shows_drafts:
             parts = [(text if self._has_tokenizer else show_ids(token_ids), 0)]
         self._pieces[request.index] += parts
-        if (parser := self._parsers.get(request.index)) is not None:
+        if (channels := self._channels.get(request.index)) is not None:
             tokens = [(token,) for token in token_ids] if self.shows_drafts else [tuple(token_ids)]
             for ids, part in itertools.zip_longest(tokens, parts):
                 shown, origin = part or ("", 0)
-                self._write_deltas(parser.add(ids or (), shown), origin)
+                self._write_deltas(channels.add(ids or (), shown), origin)
         elif self._streaming:
             self._write_parts(parts)
         self._num_tokens += len(token_ids)
@@ -232,8 +260,8 @@ class Display(Observer):
         if parts is None:
             return
         line_break = "" if "".join(text for text, _ in parts).endswith("\n") else "\n"
-        if (parser := self._parsers.pop(index, None)) is not None:
-            self._write_deltas(parser.finish())
+        if (channels := self._channels.pop(index, None)) is not None:
+            self._write_deltas(channels.add((), "", last=True))
             self._message = None
         if self._streaming:
             self._write(line_break)
@@ -294,7 +322,7 @@ class Display(Observer):
             return None
         return (time.perf_counter() - self._began) / done * (self._total - done)
 
-    def _write_deltas(self, deltas: Sequence[Delta], origin: int = 0) -> None:
+    def _write_deltas(self, deltas: Iterable[Delta], origin: int = 0) -> None:
         for delta in deltas:
             dim = delta.kind != "content"
             if delta.message != self._message:

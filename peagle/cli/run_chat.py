@@ -15,7 +15,7 @@ from peagle.cli.results import summary_block
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.pair import Pair
+from peagle.pair import Pair, RequestOptions
 from peagle.parallel import refuse_replicas
 from peagle.processes import BAD_INPUT
 from peagle.text.channels import final_message
@@ -39,7 +39,7 @@ def chat(settings: Chat) -> int:
     refuse_replicas(settings.load.mesh, "peagle chat runs one conversation")
     target, drafter = chosen_models(settings.load, settings.engine.num_speculative_tokens)
     config = RunConfig(  # refuses invalid options, so it comes before loading
-        **vars(settings.answer),
+        answer=RequestOptions(**vars(settings.answer)),
         sampling=settings.sampling,
         baseline=settings.baseline,
         engine=settings.engine,
@@ -95,7 +95,7 @@ class ChatLoop:
         conversation = Conversation("the conversation", turns=(message,), history=tuple(self._history))
         self._check_length(conversation)
         try:
-            done = run(self._pair, [conversation], self._config, self._display)
+            done = run(self._pair, [conversation], self._config, self._display.observer)
         finally:
             self._display.end_all()
         interrupt.forget()

@@ -22,6 +22,7 @@ from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
+from peagle.pair import RequestOptions
 from peagle.text.prompt_files import Skipped, read_prompts
 from peagle.text.prompts import Conversation, from_text, parse_ids
 from peagle.workflows.run import RunConfig, run
@@ -64,10 +65,9 @@ def decode(settings: Decode) -> int:
         raise InputError("--logprobs are shown in the notes that --quiet leaves out; give --json FILE, too")
     check_slots(settings.engine.slots, settings.load.mesh)
     config = RunConfig(
-        **vars(settings.answer),
+        answer=RequestOptions(**vars(settings.answer), grammar=_grammar(settings)),
         sampling=settings.sampling,
         engine=settings.engine,
-        grammar=_grammar(settings),
         baseline=not settings.no_baseline and not (settings.quiet and json_file is None),  # nothing shows it
         compare_s=COMPARE_S,
         profile=None if settings.profile is None else Path(settings.profile),
@@ -102,7 +102,7 @@ def decode(settings: Decode) -> int:
         display.warn(unused_rendering(settings.rendering, pair.tokenizer, target))
     try:
         with _errors_name_grammar(settings):
-            outcome = run(pair, conversations, config, display)
+            outcome = run(pair, conversations, config, display.observer)
     finally:
         display.end_all()
 

@@ -422,10 +422,12 @@ class Structured(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
+    _names: FieldNames = CHAT_FIELDS
+
     @property
     def names(self) -> FieldNames:
         """The names of fields in errors."""
-        return CHAT_FIELDS
+        return self._names
 
 
 class AnswerBody(Body):

@@ -9,11 +9,10 @@ from peagle.ops.strict_json import Written
 from peagle.result import Piece, Result
 from peagle.serve.bodies import ChatBody, StreamOptions
 from peagle.serve.formatter import ChannelFormatter, ChoicesFormatter, Generation
-from peagle.serve.open_answers import OpenAnswers, TokenTexts
+from peagle.serve.open_answers import TokenTexts
 from peagle.serve.replies import CallDelta, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, Message
 from peagle.serve.request_builder import notes
 from peagle.serve.shared_state import SharedState
-from peagle.serve.structured import constraint_field
 from peagle.serve.tools import CustomCalls
 from peagle.text.channels import Delta
 
@@ -23,10 +22,9 @@ TEXT_FIELDS = {"function": "arguments", "custom": "input"}  # by type of the cal
 async def start(shared: SharedState, body: ChatBody, _owner: str = "") -> Generation:
     """Send the requests of a body to the engine."""
     requests = await shared.in_tokenizer_thread(shared.builder.chat, body, await shared.grammar(body))
-    tokenizer = shared.builder.tokenizer
     formatter = ChatFormatter(
         shared.model,
-        tokenizer,
+        shared.builder.tokenizer,
         tools=body.tools,
         one_call=not body.parallel_tool_calls,
         logprobs=body.logprobs,
@@ -34,11 +32,7 @@ async def start(shared: SharedState, body: ChatBody, _owner: str = "") -> Genera
         options=body.stream_options or StreamOptions(),
     )
     shared.log_once(*notes(body))
-    constraint = constraint_field(body)
-    outputs = OpenAnswers(
-        shared.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=shared.metrics
-    )
-    return Generation(body.stream, formatter, outputs)
+    return shared.generation(body, formatter, requests, channels=True)
 
 
 @dataclass
@@ -55,31 +49,25 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def _first_choices(self, index: int) -> list[ChatChunkChoice]:
-        return [_choice(index, {"role": "assistant", "content": ""})]
-
-    def _chunk_choices(self, piece: Piece) -> list[ChatChunkChoice]:
-        assert self.tokenizer is not None
-        deltas, custom = self._deltas(piece), self._custom_calls(piece.index)
+    def _choices(self, piece: Piece, is_first: bool) -> list[ChatChunkChoice]:
+        index, deltas, custom = piece.index, self._deltas(piece), self._custom_calls(piece.index)
         if piece.cut:
-            self._cut.add(piece.index)
-        self._shown[piece.index] += deltas
+            self._cut.add(index)
+        self._shown[index] += deltas
         choices = []
         for delta in deltas:
-            choices.append(_choice(piece.index, _delta(delta, custom)))
+            choices.append(_choice(index, _delta(delta, custom)))
             if entries := self._logprob_entries(piece, delta):
-                self._entries[piece.index] += entries
+                self._entries[index] += entries
                 choices[-1]["logprobs"] = _logprobs(entries)
-        if self.token_origins:
-            tokens = self._texts.setdefault(piece.index, TokenTexts()).of(piece)
-            if tokens and not choices:  # control tokens, or text that is held back
-                choices = [_choice(piece.index, {"content": ""})]
-            if tokens:
-                choices[0]["tokens"] = tokens
+        if self.token_origins and (tokens := self._texts.setdefault(index, TokenTexts()).of(piece)):
+            choices = choices or [_choice(index, {"content": ""})]  # control tokens, or text that is held back
+            choices[0]["tokens"] = tokens
+        if is_first:
+            choices.insert(0, _choice(index, {"role": "assistant", "content": ""}))
+        if piece.finish_reason is not None:
+            choices.append(_choice(index, {}, self._reason(index, piece.finish_reason)))
         return choices
-
-    def _last_choice(self, index: int, reason: str) -> ChatChunkChoice:
-        return _choice(index, {}, self._reason(index, reason))
 
     def _reply_choice(self, index: int, result: Result) -> ChatChoice:
         texts = {"reasoning": "", "content": ""}

@@ -11,10 +11,8 @@ from peagle.ops.strict_json import Written, number
 from peagle.result import Piece, Result
 from peagle.serve.bodies import CompletionBody, StreamOptions
 from peagle.serve.formatter import ChoicesFormatter, Generation
-from peagle.serve.open_answers import OpenAnswers
 from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs
 from peagle.serve.shared_state import SharedState
-from peagle.serve.structured import constraint_field
 from peagle.text.channels import Delta
 from peagle.text.tokenizer import Detokenizer, detokenize
 
@@ -25,10 +23,9 @@ Row = tuple[str, str, str, str]  # of a token: the JSON of its value in each col
 async def start(shared: SharedState, body: CompletionBody, _owner: str = "") -> Generation:
     """Send the requests of a body to the engine."""
     requests, echoed = await shared.in_tokenizer_thread(shared.builder.completion, body, await shared.grammar(body))
-    tokenizer = shared.builder.pair.tokenizer
     formatter = CompletionFormatter(
         shared.model,
-        tokenizer,
+        shared.builder.pair.tokenizer,
         logprobs=body.logprobs is not None,
         echoed=echoed,
         options=body.stream_options or StreamOptions(),
@@ -36,15 +33,7 @@ async def start(shared: SharedState, body: CompletionBody, _owner: str = "") -> 
     if body.echo and body.logprobs is not None:
         formatter.prompts = [request.prompt_ids for request in requests]
         formatter.prompt_logprobs = await shared.prompt_logprobs(requests)
-    outputs = OpenAnswers(
-        shared.loop,
-        requests,
-        tokenizer,
-        constraint=constraint_field(body),
-        decode=not body.only_echo,
-        metrics=shared.metrics,
-    )
-    return Generation(body.stream, formatter, outputs)
+    return shared.generation(body, formatter, requests, decode=not body.only_echo)
 
 
 @dataclass
@@ -59,18 +48,21 @@ class CompletionFormatter(ChoicesFormatter):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def _first_choices(self, index: int) -> list[CompletionChunkChoice]:
-        if not self.echoed:
-            return []
+    def _choices(self, piece: Piece, is_first: bool) -> list[CompletionChunkChoice]:
+        choices = [self._piece(piece, delta) for delta in piece.deltas]
+        if is_first and self.echoed:
+            choices.insert(0, self._echo(piece.index))
+        if piece.finish_reason is not None:
+            choices.append(_choice(piece.index, "", piece.finish_reason))
+        return choices
+
+    def _echo(self, index: int) -> CompletionChunkChoice:
         choice = _choice(index, self.echoed[index], None)
         if self.logprobs:
             rows = self._prompt_rows(index)
-            self._rows[index] += rows
+            self._rows[index] = rows + self._rows[index]
             choice["logprobs"] = _columns(rows)
-        return [choice]
-
-    def _chunk_choices(self, piece: Piece) -> list[CompletionChunkChoice]:
-        return [self._piece(piece, delta) for delta in piece.deltas]
+        return choice
 
     def _piece(self, piece: Piece, delta: Delta) -> CompletionChunkChoice:
         choice = _choice(piece.index, delta.text, None)
@@ -79,9 +71,6 @@ class CompletionFormatter(ChoicesFormatter):
             self._rows[piece.index] += rows
             choice["logprobs"] = _columns(rows)
         return choice
-
-    def _last_choice(self, index: int, reason: str) -> CompletionChunkChoice:
-        return _choice(index, "", reason)
 
     def _reply_choice(self, index: int, result: Result) -> CompletionChunkChoice:
         prompt = self.echoed[index] if self.echoed else ""

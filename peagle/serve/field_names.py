@@ -5,8 +5,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class MessageNames:
+    """The items of a /v1/responses body that became a message of a chat and the message's calls."""
+
+    item: str
+    calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class FieldNames:
-    """The field names of /v1/chat/completions. message, call, tool: indices from 0."""
+    """The field names of /v1/chat/completions. message, call, tool: indices from 0.
+
+    items: by message, if the body was a /v1/responses body. tools: by tool of the chat, likewise.
+    """
 
     messages: str = "messages"
     limit: str = "max_completion_tokens"
@@ -16,56 +27,34 @@ class FieldNames:
     id_of_call: str = "id"
     id_of_result: str = "tool_call_id"
     result: str = "a message of the role tool with the tool_call_id"
-
-    def message(self, message: int) -> str:
-        return f"messages.{message}"
-
-    def call(self, message: int, call: int) -> str:
-        return f"messages.{message}.tool_calls.{call}"
-
-    def call_id(self, message: int, call: int) -> str:
-        return f"{self.call(message, call)}.{self.id_of_call}"
-
-    def result_id(self, message: int) -> str:
-        """Return the name of the call id in a message that is a result."""
-        return f"{self.message(message)}.{self.id_of_result}"
-
-    def tool(self, tool: int, kind: str) -> str:
-        """Return the name of the object that has a tool's name and parameters. kind: function or custom."""
-        return f"tools.{tool}.{kind}"
-
-
-@dataclass(frozen=True)
-class MessageNames:
-    """The items of a /v1/responses body that became a message of a chat and the message's calls."""
-
-    item: str
-    calls: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ResponsesFieldNames(FieldNames):
-    """The field names of a /v1/responses body. items: by message of the chat. tools: by tool of the chat."""
-
-    messages: str = "input"
-    limit: str = "max_output_tokens"
-    response_format: str = "text.format"
-    json_schema: str = "text.format"
-    schema: str = "text.format.schema"
-    id_of_call: str = "call_id"
-    id_of_result: str = "call_id"
-    result: str = "a function_call_output with the call_id"
-    items: Sequence[MessageNames] = ()
+    items: Sequence[MessageNames] | None = None
     tools: Sequence[str] = ()
 
     def message(self, message: int) -> str:
-        return self.items[message].item
+        return f"messages.{message}" if self.items is None else self.items[message].item
 
     def call(self, message: int, call: int) -> str:
-        return self.items[message].calls[call]
+        return f"messages.{message}.tool_calls.{call}" if self.items is None else self.items[message].calls[call]
 
-    def tool(self, tool: int, kind: str) -> str:  # noqa: ARG002
-        return self.tools[tool]
+    def tool(self, tool: int, kind: str) -> str:
+        """Return the name of the object that has a tool's name and parameters. kind: function or custom."""
+        return f"tools.{tool}.{kind}" if self.items is None else self.tools[tool]
 
 
 CHAT_FIELDS = FieldNames()
+
+
+def response_fields(items: Sequence[MessageNames], tools: Sequence[str]) -> FieldNames:
+    """Return the field names of a /v1/responses body."""
+    return FieldNames(
+        messages="input",
+        limit="max_output_tokens",
+        response_format="text.format",
+        json_schema="text.format",
+        schema="text.format.schema",
+        id_of_call="call_id",
+        id_of_result="call_id",
+        result="a function_call_output with the call_id",
+        items=items,
+        tools=tools,
+    )

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ from peagle.result import Piece, Result
 from peagle.serve.bodies import StreamOptions, Tool
 from peagle.serve.errors import ApiError
 from peagle.serve.open_answers import OpenAnswers, figures, usage
-from peagle.serve.replies import Usage
 from peagle.serve.tools import CustomCalls
 from peagle.text.channels import Delta
 from peagle.text.tokenizer import Tokenizer
@@ -27,23 +26,20 @@ class ResponseFormatter:
     """Formats the reply of an endpoint. `read` every piece; then `reply` makes a whole reply.
 
     Log-probabilities become JSON as their pieces arrive, since all at the end would block the event loop for seconds.
+    results: returns those of the answers so far.
     """
 
     model: str
     tokenizer: Tokenizer | None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    results: Callable[[], Sequence[Result]] = list
     _json_by_token: dict[int, str] = field(default_factory=dict)  # see `_token_json`
 
     prefix: ClassVar[str]  # of ids
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}{uuid.uuid4().hex}"
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether each event has the usage so far."""
-        return False
 
     def begin(self) -> str:
         """Write the events before the first piece."""
@@ -53,11 +49,11 @@ class ResponseFormatter:
         """Read a piece of an answer; return the entries of its events."""
         raise NotImplementedError
 
-    def event(self, entry: Any, usage_so_far: Usage | None = None) -> str:
-        """Write the event of an entry from `read`. usage_so_far: set if `continuous_usage`."""
+    def event(self, entry: Any) -> str:
+        """Write the event of an entry from `read`."""
         raise NotImplementedError
 
-    def end(self, results: Sequence[Result]) -> str:
+    def end(self) -> str:
         """Write the last events of a stream."""
         raise NotImplementedError
 
@@ -65,11 +61,11 @@ class ResponseFormatter:
         """Write the last events of a stream that fails."""
         raise NotImplementedError
 
-    def reply(self, results: Sequence[Result]) -> Mapping[str, Any]:
+    def reply(self) -> Mapping[str, Any]:
         """Make the reply after all answers have ended."""
         raise NotImplementedError
 
-    def close(self, results: Sequence[Result]) -> None:
+    def close(self) -> None:
         """End a stream, which its client may have left."""
 
     def _token_json(self, token_id: int) -> str:
@@ -95,45 +91,34 @@ class ChoicesFormatter(ResponseFormatter):
     kind: ClassVar[str]  # of a reply
     chunk_kind: ClassVar[str]  # of an event
 
-    @property
-    def continuous_usage(self) -> bool:
-        return self.options.include_usage and self.options.continuous_usage_stats
-
     def read(self, piece: Piece) -> list[Any]:
         is_first = piece.index not in self._begun
         self._begun.add(piece.index)
-        choices = [*(self._first_choices(piece.index) if is_first else ()), *self._chunk_choices(piece)]
-        if piece.finish_reason is not None:
-            choices.append(self._last_choice(piece.index, piece.finish_reason))
-        return choices
+        return self._choices(piece, is_first)
 
-    def event(self, entry: Any, usage_so_far: Usage | None = None) -> str:
-        extra = f', "usage": {dumps(usage_so_far)}' if self.options.include_usage else ""
+    def event(self, entry: Any) -> str:
+        extra, options = "", self.options
+        if options.include_usage:
+            extra = f', "usage": {dumps(usage(self.results()) if options.continuous_usage_stats else None)}'
         return f'data: {self._chunk_head}, "choices": [{dumps(entry, ensure_ascii=False)}]{extra}}}\n\n'
 
-    def end(self, results: Sequence[Result]) -> str:
+    def end(self) -> str:
         if not self.options.include_usage:
             return DONE
+        results = self.results()
         extra = {"choices": [], "usage": usage(results), **figures(results)}
         return _event({**self._head(self.chunk_kind), **extra}) + DONE
 
     def failed(self, error: ApiError) -> str:
         return _event(error.body()) + DONE
 
-    def reply(self, results: Sequence[Result]) -> Mapping[str, Any]:
+    def reply(self) -> Mapping[str, Any]:
+        results = self.results()
         choices = [self._reply_choice(index, result) for index, result in enumerate(results)]
         return {**self._head(self.kind), "choices": choices, "usage": usage(results), **figures(results)}
 
-    def _first_choices(self, index: int) -> Sequence[Any]:
-        """Make the choices of a stream before an answer's first piece."""
-        raise NotImplementedError
-
-    def _chunk_choices(self, piece: Piece) -> Sequence[Any]:
-        """Make the choices of a stream for a piece; none if it shows nothing."""
-        raise NotImplementedError
-
-    def _last_choice(self, index: int, reason: str) -> Any:
-        """Make the choice of a stream that ends an answer; it has no content."""
+    def _choices(self, piece: Piece, is_first: bool) -> list[Any]:
+        """Make the choices of a stream for a piece. The one that ends an answer has no content."""
         raise NotImplementedError
 
     def _reply_choice(self, index: int, result: Result) -> Any:
@@ -189,29 +174,31 @@ class Generation:
     formatter: ResponseFormatter
     outputs: OpenAnswers
 
+    def __post_init__(self) -> None:
+        self.formatter.results = self.outputs.results
+
     async def reply(self) -> Mapping[str, Any]:
         """Read the answers to their end, and make the reply."""
         async with contextlib.aclosing(self.outputs.chunks()) as pieces:
             async for piece in pieces:
                 self.formatter.read(piece)
-        return self.formatter.reply(self.outputs.results())
+        return self.formatter.reply()
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Write the events of a stream. An error becomes an event."""
-        formatter, outputs = self.formatter, self.outputs
+        formatter = self.formatter
         try:
-            async with contextlib.aclosing(outputs.chunks()) as pieces:
+            async with contextlib.aclosing(self.outputs.chunks()) as pieces:
                 if begun := formatter.begin():
                     yield begun
                 async for piece in pieces:
-                    if entries := formatter.read(piece):
-                        usage_so_far = usage(outputs.results()) if formatter.continuous_usage else None
-                        yield "".join(formatter.event(entry, usage_so_far) for entry in entries)
-            yield formatter.end(outputs.results())
+                    if events := "".join(map(formatter.event, formatter.read(piece))):
+                        yield events
+            yield formatter.end()
         except ApiError as error:
             yield formatter.failed(error)
         finally:
-            formatter.close(outputs.results())
+            formatter.close()
 
 
 def _event(value: Mapping[str, Any]) -> str:

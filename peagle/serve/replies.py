@@ -377,22 +377,6 @@ class CompletionChunkChoice(Reply):
     finish_reason: FinishReason | None
 
 
-class ChatChunk(Head):
-    """An event of a chat's stream."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage | None]
-
-
-class CompletionChunk(Head):
-    """An event of a completion's stream."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChunkChoice]
-    usage: NotRequired[Usage | None]
-
-
 class ResponseEvent(Reply):
     """An event of a response's stream. Which fields it has depends on its type."""
 

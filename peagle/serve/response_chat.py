@@ -22,7 +22,7 @@ from peagle.serve.bodies import (
     text_of,
 )
 from peagle.serve.errors import ApiError
-from peagle.serve.field_names import FieldNames, MessageNames, ResponsesFieldNames
+from peagle.serve.field_names import FieldNames, MessageNames, response_fields
 from peagle.serve.response_bodies import (
     HostedTool,
     InputCall,
@@ -41,7 +41,6 @@ from peagle.serve.response_bodies import (
     TextFormat,
 )
 from peagle.serve.stored import StoredItem
-from peagle.serve.tools import duplicate_call_id, result_without_call, unknown_call_id
 
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # a value of include
 SAME_FIELDS = ("temperature", "top_p", "seed", "top_logprobs", "parallel_tool_calls", "stream", "speculative")
@@ -65,15 +64,9 @@ def input_items(body: ResponsesBody) -> Sequence[Item | ItemReference]:
 class ResponseChat(ChatBody):
     """A chat whose errors name the fields of a /v1/responses body."""
 
-    _names: ResponsesFieldNames
-
-    def __init__(self, names: ResponsesFieldNames, **fields: Any) -> None:
+    def __init__(self, names: FieldNames, **fields: Any) -> None:
         super().__init__(**fields)
         self._names = names
-
-    @property
-    def names(self) -> FieldNames:
-        return self._names
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ def as_chat(body: ResponsesBody, past: PastItems | None = None) -> AsChat:
     tools, messages, choice = _tools(body), _messages(body, past or PastItems()), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
     chat = ResponseChat(
-        ResponsesFieldNames(items=[item for _, item in messages], tools=tools.fields),
+        response_fields([item for _, item in messages], tools.fields),
         messages=[message for message, _ in messages],
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
@@ -169,12 +162,7 @@ def _format(form: InputFormat | None, where: str) -> CustomFormat | None:
 _NamedMessage = tuple[ChatMessage, MessageNames]
 
 
-@dataclass(frozen=True)
-class _NamedItem:
-    """An item and its name in errors: its place in the input, or the id of a kept one before it."""
-
-    name: str
-    item: Item
+_NamedItem = tuple[str, Item]  # (its name in errors: its place in the input, or the id of a kept one before it; item)
 
 
 def _messages(body: ResponsesBody, past: PastItems) -> list[_NamedMessage]:
@@ -182,12 +170,12 @@ def _messages(body: ResponsesBody, past: PastItems) -> list[_NamedMessage]:
     messages = []
     if body.instructions:
         messages.append((ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")))
-    items = [_NamedItem(item.id, ITEM.validate_json(item.data)) for item in past.items]
+    items: list[_NamedItem] = [(item.id, ITEM.validate_json(item.data)) for item in past.items]
     references = {name: ITEM.validate_json(item.data) for name, item in past.references.items()}
     for index, item in enumerate(input_items(body)):
         if isinstance(item, ItemReference):
             item = references[item.id]
-        items.append(_NamedItem("input" if isinstance(body.input, str) else input_name(index), item))
+        items.append(("input" if isinstance(body.input, str) else input_name(index), item))
     return messages + _item_messages(items)
 
 
@@ -200,65 +188,52 @@ def _item_messages(items: Sequence[_NamedItem]) -> list[_NamedMessage]:
     results = _results(items)
     messages: list[_NamedMessage] = []
     answer: dict[int, _NamedItem] = {}  # by index: the assistant's items since the last item of another role
-    for index, named in enumerate(items):
-        item = named.item
+    for index, (name, item) in enumerate(items):
         is_message = isinstance(item, InputMessage) and item.role != "assistant"
         if not is_message and not isinstance(item, InputResult):
-            answer[index] = named
+            answer[index] = name, item
             continue
-        messages += _answer_messages(answer, results)
+        messages += _answer_messages(answer, items, results)
         answer.clear()
         if isinstance(item, InputMessage):
-            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(named.name)))
-    return messages + _answer_messages(answer, results)
+            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(name)))
+        elif index not in results.values():  # an error, which `tools.template_messages` names
+            messages.append(_result_message(name, item))
+    return messages + _answer_messages(answer, items, results)
 
 
-def _results(items: Sequence[_NamedItem]) -> dict[int, tuple[str, InputResult]]:
-    """Return (name of the result, the result) of each call, by index of the call.
-
-    Raises ApiError for a result without a call before it, a second result of a call, and a call with the id of another
-    one that has no result yet.
-    """
+def _results(items: Sequence[_NamedItem]) -> dict[int, int]:
+    """Return the index of each call's result, by index of the call."""
     waiting: dict[str, int] = {}  # indices of calls without a result, by call id
-    ids: set[str] = set()
-    results: dict[int, tuple[str, InputResult]] = {}
-    for index, named in enumerate(items):
-        item, where = named.item, f"{named.name}.call_id"
+    results: dict[int, int] = {}
+    for index, (_, item) in enumerate(items):
         if isinstance(item, InputCall | InputCustomCall):
-            if item.call_id in waiting:
-                raise duplicate_call_id(where, item.call_id)
-            waiting[item.call_id] = index
-            ids.add(item.call_id)
-        elif isinstance(item, InputResult):
-            if item.call_id not in ids:
-                raise result_without_call(named.name, "input")
-            if item.call_id not in waiting:
-                raise unknown_call_id(where, item.call_id)
-            results[waiting.pop(item.call_id)] = named.name, item
+            waiting.setdefault(item.call_id, index)
+        elif isinstance(item, InputResult) and item.call_id in waiting:
+            results[waiting.pop(item.call_id)] = index
     return results
 
 
+def _result_message(name: str, item: Any) -> _NamedMessage:
+    return ChatMessage(role="tool", tool_call_id=item.call_id, content=text_of(item.output)), MessageNames(name)
+
+
 def _answer_messages(
-    answer: Mapping[int, _NamedItem], results: Mapping[int, tuple[str, InputResult]]
+    answer: Mapping[int, _NamedItem], items: Sequence[_NamedItem], results: Mapping[int, int]
 ) -> list[_NamedMessage]:
-    """Make the messages of a past answer and of the results of its calls. answer, results: by index in the input."""
-    names = {index: named.name for index, named in answer.items()}
-    items = {index: named.item for index, named in answer.items()}
-    calls = {index: item.as_in_chat for index, item in items.items() if isinstance(item, InputCall | InputCustomCall)}
-    texts = {index: text_of(item.content) for index, item in items.items() if isinstance(item, InputMessage)}
+    """Make the messages of a past answer, and of the results of its calls. answer: items by index."""
+    own = [item for _, item in answer.values()]
+    calls = {i: item.as_in_chat for i, (_, item) in answer.items() if isinstance(item, InputCall | InputCustomCall)}
+    texts = {name: text_of(item.content) for name, item in answer.values() if isinstance(item, InputMessage)}
     if not calls:
-        return [
-            (ChatMessage(role="assistant", content=text), MessageNames(names[index])) for index, text in texts.items()
-        ]
-    reasoning = "".join(item.thinking for item in items.values() if isinstance(item, InputReasoning | InputMessage))
+        return [(ChatMessage(role="assistant", content=text), MessageNames(name)) for name, text in texts.items()]
+    reasoning = "".join(item.thinking for item in own if isinstance(item, InputReasoning | InputMessage))
     joined = ChatMessage(
         role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
     )
-    messages = [(joined, MessageNames(names[next(iter(items))], tuple(names[call] for call in calls)))]
-    for name, result in (results[call] for call in calls if call in results):
-        message = ChatMessage(role="tool", tool_call_id=result.call_id, content=text_of(result.output))
-        messages.append((message, MessageNames(name)))
-    return messages
+    first, *_ = answer.values()
+    names = MessageNames(first[0], tuple(answer[call][0] for call in calls))
+    return [(joined, names), *(_result_message(*items[results[call]]) for call in calls if call in results)]
 
 
 def input_name(index: int) -> str:

@@ -9,14 +9,12 @@ from typing import Any
 
 from peagle.ops.strict_json import Written, dumps
 from peagle.result import Piece, Result
-from peagle.serve.bodies import (
-    Body,
-)
+from peagle.serve.bodies import Body
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import ChannelFormatter, Generation
 from peagle.serve.http import check_messages, count_parts
-from peagle.serve.open_answers import OpenAnswers, figures, usage
-from peagle.serve.replies import ResponseEvent, ResponseUsage, Usage
+from peagle.serve.open_answers import figures, usage
+from peagle.serve.replies import ResponseEvent, ResponseUsage
 from peagle.serve.request_builder import notes
 from peagle.serve.response_bodies import (
     Item,
@@ -27,7 +25,6 @@ from peagle.serve.response_bodies import (
 from peagle.serve.response_chat import PastItems, ToolName, as_chat, input_items, input_name
 from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import StoredItem
-from peagle.serve.structured import constraint_field
 from peagle.text.channels import Delta
 
 CALL_EVENTS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # by field of a call's text
@@ -41,10 +38,9 @@ async def start(shared: SharedState, body: ResponsesBody, owner: str = "") -> Ge
     chat = await shared.in_tokenizer_thread(as_chat, body, past)
     grammar = await shared.grammar(chat.body)
     requests = await shared.in_tokenizer_thread(shared.builder.chat, chat.body, grammar)
-    tokenizer = shared.builder.tokenizer
     formatter = ResponsesFormatter(
         shared.model,
-        tokenizer,
+        shared.builder.tokenizer,
         body=body,
         tools=chat.body.tools,
         tool_names=chat.tool_names,
@@ -52,11 +48,7 @@ async def start(shared: SharedState, body: ResponsesBody, owner: str = "") -> Ge
         keep=await _keeper(shared, body, past, owner),
     )
     shared.log_once(*chat.notes, *notes(chat.body))
-    constraint = constraint_field(chat.body)
-    outputs = OpenAnswers(
-        shared.loop, requests, tokenizer, channels=True, constraint=constraint, metrics=shared.metrics
-    )
-    return Generation(body.stream, formatter, outputs)
+    return shared.generation(chat.body, formatter, requests, channels=True)
 
 
 def _past(shared: SharedState, body: ResponsesBody, owner: str) -> PastItems:
@@ -150,7 +142,7 @@ class ResponsesFormatter(ChannelFormatter):
     prefix = "resp_"
 
     def begin(self) -> str:
-        response = self._response([], "in_progress")
+        response = self._response("in_progress")
         created = self.event({"type": "response.created", "response": response})
         return created + self.event({"type": "response.in_progress", "response": response})
 
@@ -173,28 +165,29 @@ class ResponsesFormatter(ChannelFormatter):
             events += self._end_item("incomplete" if piece.finish_reason == "length" else "completed")
         return events
 
-    def reply(self, results: Sequence[Result]) -> dict[str, Any]:
-        return self._ended(self._response(results, "incomplete" if self._reason == "length" else "completed"))
+    def reply(self) -> dict[str, Any]:
+        status = "incomplete" if self._reason == "length" else "completed"
+        return self._ended(self._response(status, self.results()))
 
-    def event(self, entry: ResponseEvent, usage_so_far: Usage | None = None) -> str:  # noqa: ARG002  the last event has it
+    def event(self, entry: ResponseEvent) -> str:
         number, self._num_events = self._num_events, self._num_events + 1
         data = dumps({"type": entry["type"], "sequence_number": number, **entry}, ensure_ascii=False)
         return f"event: {entry['type']}\ndata: {data}\n\n"
 
-    def end(self, results: Sequence[Result]) -> str:
-        response = self.reply(results)
+    def end(self) -> str:
+        response = self.reply()
         return self.event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, error: ApiError) -> str:
         self._end_item("incomplete")
         failure = {"code": "server_error", "message": error.message}
-        response = self._ended({**self._response([], "failed"), "error": failure})
+        response = self._ended({**self._response("failed"), "error": failure})
         return self.event({"type": "response.failed", "response": response})
 
-    def close(self, results: Sequence[Result]) -> None:
+    def close(self) -> None:
         if self.keep is not None:  # the client has left: it may go on from what it has read
             self._end_item("incomplete")
-            self._ended(self._response(results, "cancelled"))
+            self._ended(self._response("cancelled", self.results()))
 
     def _ended(self, response: dict[str, Any]) -> dict[str, Any]:
         """Keep a response, if it is to be kept."""
@@ -238,7 +231,7 @@ class ResponsesFormatter(ChannelFormatter):
             ended,
         ]
 
-    def _response(self, results: Sequence[Result], status: str) -> dict[str, Any]:
+    def _response(self, status: str, results: Sequence[Result] = ()) -> dict[str, Any]:
         body, choice = self.body, self.body.tool_choice
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {

@@ -18,10 +18,10 @@ from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import Sampled
 from peagle.serve.engine_loop import EngineLoop, Loop
 from peagle.serve.errors import ApiError
-from peagle.serve.formatter import Generation
+from peagle.serve.formatter import Generation, ResponseFormatter
 from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
 from peagle.serve.metrics import Metrics
-from peagle.serve.open_answers import pooled, usage
+from peagle.serve.open_answers import OpenAnswers, pooled, usage
 from peagle.serve.replies import Health, ModelCard
 from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.stored import ResponseStore
@@ -98,6 +98,14 @@ class SharedState:
         parsed = await self.in_tokenizer_thread(parse, kind, body, self.builder.context)
         self.check_model(parsed.model)
         return parsed
+
+    def generation(
+        self, body: Sampled, formatter: ResponseFormatter, requests: Sequence[Request], **options: bool
+    ) -> Generation:
+        """Send the requests of a body to the engine. options: see `OpenAnswers`."""
+        tokenizer, field = self.builder.pair.tokenizer, constraint_field(body)
+        outputs = OpenAnswers(self.loop, requests, tokenizer, constraint=field, metrics=self.metrics, **options)
+        return Generation(body.stream, formatter, outputs)
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (see `RequestBuilder.prompt_logprobs`)."""

@@ -153,18 +153,6 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
     )
 
 
-def result_without_call(where: str, field: str) -> ApiError:
-    return ApiError(400, f"{where} is a tool's result, but no call precedes it; send the call, too", field)
-
-
-def duplicate_call_id(where: str, call_id: str) -> ApiError:
-    return ApiError(400, f"{where} is {brief(call_id)}, but an earlier call has this id; expected another one", where)
-
-
-def unknown_call_id(where: str, call_id: str | None) -> ApiError:
-    return ApiError.wrong(where, call_id, "the id of a call before it that has no other result")
-
-
 def template_messages(messages: Sequence[ChatMessage], names: FieldNames = CHAT_FIELDS) -> list[Message]:
     """Make the messages in the form of chat templates. Past answers keep only final texts and calls.
 
@@ -179,7 +167,8 @@ def template_messages(messages: Sequence[ChatMessage], names: FieldNames = CHAT_
     while rest:
         index, message = rest.popleft()
         if message.role == "tool":
-            raise result_without_call(names.message(index), names.messages)
+            fault = f"{names.message(index)} is a tool's result, but no call precedes it; send the call, too"
+            raise ApiError(400, fault, names.messages)
         if not message.tool_calls:
             text = final_message(message.text) if message.role == ROLE else message.text
             named = {} if message.name is None else {"name": message.name}
@@ -200,7 +189,9 @@ def _function_names(index: int, message: ChatMessage, names: FieldNames) -> dict
     functions: dict[str, str] = {}
     for number, call in enumerate(message.tool_calls):
         if call.id in functions:
-            raise duplicate_call_id(names.call_id(index, number), call.id)
+            where = f"{names.call(index, number)}.{names.id_of_call}"
+            fault = f"{where} is {brief(call.id)}, but an earlier call has this id; expected another one"
+            raise ApiError(400, fault, where)
         functions[call.id] = call.function.name
     return functions
 
@@ -214,7 +205,8 @@ def _check_result(
     """
     called = functions.get(result.tool_call_id or "")
     if called is None or result.tool_call_id in results:
-        raise unknown_call_id(names.result_id(index), result.tool_call_id)
+        where = f"{names.message(index)}.{names.id_of_result}"
+        raise ApiError.wrong(where, result.tool_call_id, "the id of a call before it that has no other result")
     if result.name is not None and result.name != called:
         where = f"{names.message(index)}.name"
         message = f"{where} is {brief(result.name)}, but the call is one of {brief(called)}; leave it out"

@@ -27,11 +27,9 @@ Malformed answers raise nothing:
 A stop string counts only within one content message: not in headers, reasoning or calls, nor across messages.
 """
 
-import collections
 import dataclasses
 import re
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -125,13 +123,11 @@ class ChannelParser:
         self._by_token = bool(self._control or stop or offsets)
         self.num_tokens = 0  # read, up to the one that completes a stop string
         self.num_reasoning_tokens = 0  # without headers; exact if no text is held back
-        self._pieces: collections.deque[tuple[str, bool]] = collections.deque()  # (text, whether a control token)
-        self._room = sys.maxsize  # characters of the pieces that may be passed on
         self._text = AnswerText(tokenizer)
         self._messages = _Messages(new_id)
         for token_id in begun:
             self._read(token_id)
-        self._text, self._room = AnswerText(tokenizer), 0
+        self._text = AnswerText(tokenizer)
         self._messages.begin_answer(stop, self._text.take if offsets else None)
 
     @property
@@ -139,14 +135,9 @@ class ChannelParser:
         """Whether a stop string has ended the answer. Later tokens are dropped."""
         return self._messages.complete
 
-    def add(self, token_ids: Sequence[int], text: str | None = None, last: bool = False) -> list[Delta]:
-        """Return the deltas that these tokens complete. last: they are the answer's last ones; nothing is held back.
-
-        text: `Piece.text` of peagle.result.Assembler, which holds back text that may begin a stop string; deltas wait
-        for it. None: they wait for nothing. Pass it in every call of an answer or in none.
-        """
+    def add(self, token_ids: Sequence[int], last: bool = False) -> list[Delta]:
+        """Return the deltas that these tokens complete. last: they are the answer's last ones; nothing is held back."""
         messages = self._messages
-        self._room = sys.maxsize if text is None else self._room + len(text)
         if self._by_token:
             for token_id in token_ids:
                 if messages.complete:
@@ -159,13 +150,9 @@ class ChannelParser:
         else:
             self.num_tokens += len(token_ids)
             messages.text(self._text.add(token_ids))
-        searched = messages.search
         if last:
-            self._pieces.append((self._text.flush(), False))
-            messages.search = False  # an incomplete character completes no stop string
-        if self._pieces:
-            self._pass_on()
-        if last:
+            searched, messages.search = messages.search, False  # an incomplete character completes no stop string
+            messages.text(self._text.flush())
             messages.search = searched
             messages.finish()
         deltas = messages.take()
@@ -176,30 +163,16 @@ class ChannelParser:
 
     def finish(self) -> list[Delta]:
         """Return the deltas held back, after the answer's last token."""
-        return self.add((), "", last=True)
+        return self.add((), last=True)
 
     def _read(self, token_id: int) -> None:
         text = self._text.read(token_id) if self._offsets else self._text.add((token_id,))
         name = self._control.get(token_id)
         if name is None:
-            self._pieces.append((text, False))
+            self._messages.text(text)
         else:
-            self._pieces += ((text.removesuffix(name), False), (name, True))
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Pass the pieces on for which there is room: a control token as a whole, of a text as much as fits."""
-        while self._pieces:
-            text, is_control = self._pieces.popleft()
-            count = min(len(text), self._room)
-            if is_control and count < len(text):
-                count = 0
-            if count:
-                (self._messages.control if is_control else self._messages.text)(text[:count])
-                self._room -= count
-            if count < len(text):
-                self._pieces.appendleft((text[count:], is_control))
-                return
+            self._messages.text(text.removesuffix(name))
+            self._messages.control(name)
 
 
 class _Messages:

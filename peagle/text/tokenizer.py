@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
@@ -30,50 +30,6 @@ Message = Mapping[str, Any]  # of a chat, in the form that templates take: role,
 
 class Verbatim(str):
     """JSON that a model wrote; it is rendered without the quotes and escapes of the template."""
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The tokenizer of a checkpoint (`load_tokenizer`)."""
-
-    @property
-    def special_tokens(self) -> Mapping[int, str]:
-        """The control tokens: id -> spelling."""
-        ...
-
-    @property
-    def info(self) -> Mapping[str, Any]:
-        """Special tokens by role (bos_token, ...) and the chat_template; None for those it lacks."""
-        ...
-
-    def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
-        """Encode raw text, after the tokens that the tokenizer puts before any text (BOS).
-
-        special_tokens: a special token spelled in the text becomes that token. Raises TextTooLong, before it encodes,
-        for a text whose bytes cannot fit into most_tokens; a text that passes may still have more tokens.
-        """
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        reasoning_effort: str | None = None,
-        date: str = DEFAULT_DATE,
-        tools: Sequence[Mapping[str, Any]] = (),
-        most_tokens: int | None = None,
-        answered: bool = False,
-    ) -> tuple[int, ...]:
-        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
-
-        answered: the chat ends with an answer; encode it with its end, as the model writes it.
-        Raises InputError without a template, TemplateError for a chat that it refuses, and TextTooLong like `encode`.
-        """
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token; b"" for an id that the tokenizer does not have."""
-        ...
 
 
 class TextTooLong(InputError):
@@ -94,90 +50,8 @@ class TemplateError(InputError):
         self.reason = reason
 
 
-class Detokenizer:
-    """Convert token ids to text incrementally.
-
-    No piece ends inside a character: its bytes are held back until the rest arrives, or until `flush` turns them into
-    U+FFFD. The joined pieces are the text of all ids.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._held = b""  # of a character
-
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these ids complete."""
-        return self._decode(b"".join(map(self._token_bytes, token_ids)))
-
-    def flush(self) -> str:
-        return self._decode(b"", final=True)
-
-    def _decode(self, data: bytes, final: bool = False) -> str:
-        data = self._held + data
-        text, used = codecs.utf_8_decode(data, "replace", final)
-        self._held = data[used:]
-        return text
-
-
-def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Convert ids to text, with special tokens spelled out."""
-    return b"".join(map(tokenizer.token_bytes, token_ids)).decode("utf-8", errors="replace")
-
-
-def encode_characters(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Encode a text without the tokens that the tokenizer puts before any text."""
-    return tokenizer.encode(text)[len(tokenizer.encode("")) :]
-
-
-def template_fingerprint(directory: Path) -> str:
-    """Hash the tokenizer of a directory, its settings and its chat template."""
-    digest = hashlib.sha256()
-    for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", TEMPLATE_FILE):
-        path = directory / name
-        digest.update(path.read_bytes() if path.is_file() else b"")
-    return digest.hexdigest()
-
-
-def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
-    """Load the tokenizer of a directory; None without a tokenizer.json.
-
-    Raises InputError if that file is corrupt or not byte-level BPE, and for a chat_template.json without a template.
-    """
-    if not (directory / TOKENIZER_FILE).is_file():
-        return None
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "torch was not found": it is not needed
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        inner = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # the Rust library raises Exception itself
-        raise InputError(
-            f"{directory / TOKENIZER_FILE} cannot be read: {reason_of(error)}; fetch the file again"
-        ) from None
-    inner.model_max_length = sys.maxsize  # no warnings: callers check lengths
-    decoder = type(inner.backend_tokenizer.decoder).__name__
-    if decoder != "ByteLevel":
-        raise InputError(
-            f"{directory / TOKENIZER_FILE} decodes by {decoder}; expected a byte-level BPE, as GPT-OSS has"
-        )
-    if not inner.chat_template and (directory / TEMPLATE_FILE).is_file():
-        inner.chat_template = _template_in(directory / TEMPLATE_FILE)
-    return ByteLevelTokenizer(inner, directory)
-
-
-def _template_in(path: Path) -> str:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        template = fields["chat_template"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        template = None
-    if not isinstance(template, str):
-        raise InputError(f'{path} holds no template; expected {{"chat_template": TEXT}}: fetch the file again')
-    return template
-
-
-class ByteLevelTokenizer:
-    """A byte-level BPE tokenizer with its chat template, if it has one."""
+class Tokenizer:
+    """The tokenizer of a checkpoint, a byte-level BPE, with its chat template, if it has one (`load_tokenizer`)."""
 
     def __init__(self, inner: Any, directory: Path) -> None:
         self._inner = inner
@@ -186,27 +60,32 @@ class ByteLevelTokenizer:
         self._bytes: dict[int, bytes] = {}
         self._size = len(inner)
         known = inner.backend_tokenizer.get_added_tokens_decoder()
-        self._special = {token_id: token.content for token_id, token in known.items() if token.special}
+        # the control tokens: id -> spelling
+        self.special_tokens: Mapping[int, str] = {
+            token_id: token.content for token_id, token in known.items() if token.special
+        }
 
-    @property
-    def special_tokens(self) -> Mapping[int, str]:
-        return self._special
-
-    @property
+    @functools.cached_property
     def info(self) -> Mapping[str, Any]:
+        """Special tokens by role (bos_token, ...) and the chat_template; None for those it lacks."""
         roles = ("bos_token", "eos_token", "pad_token", "unk_token")
         spellings = {role: getattr(self._inner, role) for role in roles}
         return {**spellings, "chat_template": self._inner.chat_template}
 
     def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
-        """See Tokenizer. If the text spells the token that is put before it, it gets no second one."""
+        """Encode raw text, after the tokens that the tokenizer puts before any text (BOS).
+
+        special_tokens: a special token spelled in the text becomes that token; if it is the one that is put before any
+        text, the text gets no second one. Raises TextTooLong, before it encodes, for a text whose bytes cannot fit into
+        most_tokens; a text that passes may still have more tokens.
+        """
         self._check_size(text, most_tokens)
         options = {"split_special_tokens": not special_tokens}
         ids = tuple(self._inner(text, add_special_tokens=True, **options)["input_ids"])
         if not special_tokens:  # the text begins with none
             return ids
         bare = tuple(self._inner(text, add_special_tokens=False, **options)["input_ids"])
-        return bare if bare and bare[0] in self._special and bare[0] == ids[0] else ids
+        return bare if bare and bare[0] in self.special_tokens and bare[0] == ids[0] else ids
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
@@ -234,6 +113,11 @@ class ByteLevelTokenizer:
         most_tokens: int | None = None,
         answered: bool = False,
     ) -> tuple[int, ...]:
+        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
+
+        answered: the chat ends with an answer; encode it with its end, as the model writes it.
+        Raises InputError without a template, TemplateError for a chat that it refuses, and TextTooLong like `encode`.
+        """
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:
             template = self._inner.get_chat_template()
@@ -282,7 +166,7 @@ class ByteLevelTokenizer:
         # private use characters first; the rest in case the texts hold all of those
         codes = itertools.chain(range(0xF0000, 0x10FFFE), range(0x10000, 0xF0000))
         free = (char for code in codes if (char := chr(code)) not in used)
-        ends = sorted({spelled[end] for spelled in self._special.values() for end in (0, -1)})
+        ends = sorted({spelled[end] for spelled in self.special_tokens.values() for end in (0, -1)})
         return {ord(char): next(free) for char in ends}, free
 
     def _encode_rendered(self, text: str, unmask: Mapping[int, str]) -> tuple[int, ...]:
@@ -295,7 +179,7 @@ class ByteLevelTokenizer:
         start = 0
         # a tokenizer splits at special tokens first, so encoding piece by piece gives the same ids
         for token_id, (begin, end) in zip(whole, encoded["offset_mapping"], strict=True):
-            if token_id in self._special:
+            if token_id in self.special_tokens:
                 ids += [*self._characters(text[start:begin].translate(unmask)), token_id]
                 start = end
         return (*ids, *self._characters(text[start:].translate(unmask)))
@@ -304,6 +188,7 @@ class ByteLevelTokenizer:
         return tuple(self._inner(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of a token; b"" for an id that the tokenizer does not have."""
         data = self._bytes.get(token_id)
         if data is None:
             token = self._inner.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None
@@ -315,6 +200,88 @@ class ByteLevelTokenizer:
             return bytes(self._byte_of[char] for char in token)
         except KeyError:  # an added token, spelled in plain text
             return token.encode("utf-8", errors="replace")
+
+
+class Detokenizer:
+    """Convert token ids to text incrementally.
+
+    No piece ends inside a character: its bytes are held back until the rest arrives, or until `flush` turns them into
+    U+FFFD. The joined pieces are the text of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._held = b""  # of a character
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these ids complete."""
+        return self._decode(b"".join(map(self._token_bytes, token_ids)))
+
+    def flush(self) -> str:
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        data = self._held + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._held = data[used:]
+        return text
+
+
+def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Convert ids to text, with special tokens spelled out."""
+    return b"".join(map(tokenizer.token_bytes, token_ids)).decode("utf-8", errors="replace")
+
+
+def encode_characters(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Encode a text without the tokens that the tokenizer puts before any text."""
+    return tokenizer.encode(text)[len(tokenizer.encode("")) :]
+
+
+def template_fingerprint(directory: Path) -> str:
+    """Hash the tokenizer of a directory, its settings and its chat template."""
+    digest = hashlib.sha256()
+    for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", TEMPLATE_FILE):
+        path = directory / name
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()
+
+
+def load_tokenizer(directory: Path) -> "Tokenizer | None":
+    """Load the tokenizer of a directory; None without a tokenizer.json.
+
+    Raises InputError if that file is corrupt or not byte-level BPE, and for a chat_template.json without a template.
+    """
+    if not (directory / TOKENIZER_FILE).is_file():
+        return None
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "torch was not found": it is not needed
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        inner = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the Rust library raises Exception itself
+        raise InputError(
+            f"{directory / TOKENIZER_FILE} cannot be read: {reason_of(error)}; fetch the file again"
+        ) from None
+    inner.model_max_length = sys.maxsize  # no warnings: callers check lengths
+    decoder = type(inner.backend_tokenizer.decoder).__name__
+    if decoder != "ByteLevel":
+        raise InputError(
+            f"{directory / TOKENIZER_FILE} decodes by {decoder}; expected a byte-level BPE, as GPT-OSS has"
+        )
+    if not inner.chat_template and (directory / TEMPLATE_FILE).is_file():
+        inner.chat_template = _template_in(directory / TEMPLATE_FILE)
+    return Tokenizer(inner, directory)
+
+
+def _template_in(path: Path) -> str:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        template = fields["chat_template"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        template = None
+    if not isinstance(template, str):
+        raise InputError(f'{path} holds no template; expected {{"chat_template": TEXT}}: fetch the file again')
+    return template
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -14,8 +14,9 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from peagle.config import Drafts, EngineConfig, SamplingParams
 from peagle.engine.auto.widths import CostTable
@@ -38,12 +39,13 @@ MOST_ROUNDS = 10  # even, so that each way comes first as often
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig(RequestOptions):
+class RunConfig:
     """How to answer conversations. K = 0: plain decoding, without a baseline.
 
     engine: context None is as long as prompts and answers may become; prefix_cache None is on for several requests.
     """
 
+    answer: RequestOptions = RequestOptions()  # noqa: RUF009  # frozen
     sampling: SamplingParams = DEFAULT_SAMPLING
     engine: EngineConfig = EngineConfig()  # noqa: RUF009  # frozen
     baseline: bool = True
@@ -125,47 +127,37 @@ class Run:
         return self.costs is not None and not self.costs.can_gain(1, self.engine.num_drafts)
 
 
-class Observer:
-    """Callbacks of a run, to override. The last three are not called for baselines.
+Stage = Literal["compiling", "measuring", "decoding", "comparing", "profiling"]
 
-    shows_drafts: `emitted` needs to know which tokens were accepted drafts.
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Observer:
+    """Callbacks of a run; `started`, `emitted` and `finished` are not called for baselines.
+
+    stage: with (stage, requests that are finished, all requests) when it begins; for "measuring" the counts are runs,
+    each of which begins it again. compared: with (tokens decoded plainly, the most). started: before a request is
+    decoded, with its turn. emitted: with (request, new tokens, the text that they complete, parts of it as in
+    peagle.result.Piece). shows_drafts: it needs the parts.
     """
 
+    stage: Callable[[Stage, int, int], object] = _ignore
+    compared: Callable[[int, int], object] = _ignore
+    started: Callable[[Request, int | None], object] = _ignore
+    emitted: Callable[[Request, Sequence[int], str, Sequence[tuple[str, int]]], object] = _ignore
+    finished: Callable[[Result], object] = _ignore
     shows_drafts: bool = False
 
-    def compiling(self) -> None:
-        """Called before programs may be compiled."""
 
-    def measuring(self, done: int, total: int) -> None:
-        """Called before each run that measures the cost of drafting; `done` of `total` runs are over."""
-
-    def decoding(self, done: int, total: int, plainly: bool) -> None:
-        """Called before requests are decoded; `done` of `total` requests are finished."""
-
-    def compared(self, done: int, total: int) -> None:
-        """Called while requests are decoded plainly; `done` of at most `total` tokens are decoded."""
-
-    def profiling(self) -> None:
-        """Called before some steps run once more under the profiler."""
-
-    def started(self, request: Request, turn: int | None) -> None:
-        """Called before a request is decoded."""
-
-    def emitted(
-        self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
-    ) -> None:
-        """Called with new tokens of a request, and the text that they complete. parts: see peagle.result.Piece."""
-
-    def finished(self, result: Result) -> None:
-        """Called after the last token of a request."""
-
-
-def run(pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer | None = None) -> Run:
+def run(pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer = Observer()) -> Run:
     """Answer the conversations. Ctrl-C ends the run early, with the outcomes so far.
 
     Raises InputError, before anything is decoded, for a conversation that cannot be run.
     """
-    return _Session(pair, conversations, config, observer or Observer()).run()
+    return _Session(pair, conversations, config, observer).run()
 
 
 class _Session:
@@ -227,7 +219,7 @@ class _Session:
         )
 
     def _profile(self, directory: Path) -> Breakdown:
-        self.observer.profiling()
+        self.observer.stage("profiling", 0, 0)
         requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
         return profile(self._engine(self.drafts), requests, directory)
 
@@ -285,7 +277,7 @@ class _Session:
 
     def _longest(self, number: int) -> Request:
         """Make a request as long as the conversation may become. Raises InputError as `Pair.request`."""
-        conversation, budget = self.conversations[number], self.config.max_new_tokens
+        conversation, budget = self.conversations[number], self.config.answer.max_new_tokens
         first = self._make(conversation, [], self.first_index[number])
         turns = conversation.num_requests
         if turns == 1:
@@ -301,14 +293,10 @@ class _Session:
             conversation,
             answers,
             config.rendering,
-            max_new_tokens=config.max_new_tokens,
+            **vars(config.answer),
             sampling=config.sampling,
-            ignore_eos=config.ignore_eos,
-            stop=config.stop,
-            logprobs=config.logprobs,
             index=index,
             context=config.engine.context,
-            grammar=config.grammar,
         )
 
     def _engine(self, drafts: Drafts) -> AnyEngine:
@@ -337,7 +325,7 @@ class _Session:
         self._warm_up(self.drafts, requests)
         if self.compares:
             self._engine(PLAIN)  # refused before an answer is shown, if memory lacks
-        self.observer.decoding(self.done, self.total, plainly=False)
+        self.observer.stage("decoding", self.done, self.total)
         decoded = self._decode_shown(requests)
         if self.compares and not plain_first:
             plain_results = self._decode_plainly(decoded)
@@ -350,13 +338,13 @@ class _Session:
     def _warm_up(self, drafts: Drafts, requests: Sequence[Request]) -> AnyEngine:
         """Compile what an engine needs for these requests, right before it decodes them."""
         engine = self._engine(drafts)
-        self.observer.compiling()
+        self.observer.stage("compiling", 0, 0)
         before = engine.compile_s
         engine.warm_up(
             not self.config.sampling.greedy,
-            self.observer.measuring,
+            functools.partial(self.observer.stage, "measuring"),
             full_logits=requests[0].full_logits,
-            constrained=self.config.grammar is not None,
+            constrained=self.config.answer.grammar is not None,
             alone=self.slots == 1,
         )
         self.compile_s += engine.compile_s - before
@@ -397,7 +385,7 @@ class _Session:
             engine.settle()
             for assembler in assemblers.values():
                 if rest := assembler.close():
-                    self.observer.emitted(assembler.request, (), rest)
+                    self.observer.emitted(assembler.request, (), rest, ())
                 end(assembler)
         return [assembler.request for assembler in assemblers.values()]
 
@@ -405,7 +393,7 @@ class _Session:
         if not requests:
             return []
         engine = self._warm_up(PLAIN, requests)
-        self.observer.decoding(self.done, self.total, plainly=True)
+        self.observer.stage("comparing", self.done, self.total)
         outcomes = [self.outcomes.get(request.index) for request in requests]
         # after speculation, as many tokens as it gave
         total = sum(

@@ -14,7 +14,7 @@ import peagle.loading
 from peagle.cli import display
 from peagle.engine.host.step_batches import StepBatches
 from peagle.pair import Pair
-from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
+from peagle.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.pairs import Directories, toy_pair, write_drafter, write_target, write_tokenizer
 
 display.LINE_SECONDS = threading.TIMEOUT_MAX  # messages must be those of a quick machine
@@ -86,12 +86,12 @@ def pair(directories: Directories) -> Pair:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(directories: Directories) -> ByteLevelTokenizer:
+def tokenizer(directories: Directories) -> Tokenizer:
     loaded = load_tokenizer(directories.target)
     assert loaded is not None
     return loaded
 
 
 @pytest.fixture
-def toy(tokenizer: ByteLevelTokenizer) -> Pair:
+def toy(tokenizer: Tokenizer) -> Pair:
     return toy_pair(tokenizer)

@@ -7,7 +7,7 @@ import pytest
 
 from peagle.config import EngineConfig, SamplingParams, configs_of
 from peagle.ops.errors import InputError
-from peagle.workflows.run import RunConfig
+from peagle.pair import RequestOptions
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from peagle.workflows.run import RunConfig
 )
 def test_a_value_that_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(InputError, match=re.escape(says)):
-        configs_of(wrong, RunConfig, EngineConfig, SamplingParams)
+        configs_of(wrong, RequestOptions, EngineConfig, SamplingParams)
 
 
 def test_a_list_and_a_number_of_numpy_are_values_too() -> None:

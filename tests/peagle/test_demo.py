@@ -19,7 +19,7 @@ from peagle.engine.host.inspection import step_programs
 from peagle.loading import MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
 from peagle.ops.linear import PackedMatrix
-from peagle.pair import Pair
+from peagle.pair import Pair, RequestOptions
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.run import Run, RunConfig, run
 from scripts.golden import acceptance
@@ -40,7 +40,7 @@ def answers(demo: Pair, request: pytest.FixtureRequest) -> Run:
     demo = with_drafter(demo, DEMO, name)
     assert isinstance(demo.drafter, kind)
     conversations = read_prompt_file(DEMO_DIRECTORY / "heldout_prompts.jsonl").conversations[:6]
-    return run(demo, conversations, RunConfig(engine=EngineConfig(3), max_new_tokens=48))
+    return run(demo, conversations, RunConfig(answer=RequestOptions(max_new_tokens=48), engine=EngineConfig(3)))
 
 
 def test_drafters_head_is_rounded_to_mxfp4_in_bfloat16_alone(demo: Pair) -> None:

@@ -12,7 +12,7 @@ from peagle.engine.grammar import Grammar, GrammarError
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.text.channels import ChannelParser
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import SPECIALS, STOP, toy_pair
 
 RETURN, START, END = (SPECIALS.index(name) for name in ("<|return|>", "<|start|>", "<|end|>"))
@@ -70,7 +70,7 @@ SUITE: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
 
 
 @pytest.fixture(scope="module")
-def toy(tokenizer: ByteLevelTokenizer) -> Pair:
+def toy(tokenizer: Tokenizer) -> Pair:
     return toy_pair(tokenizer)
 
 
@@ -127,7 +127,7 @@ def test_in_a_template_with_channels_the_final_message_is_the_grammars(toy: Pair
     assert 0 < reasoned < 6
 
 
-def spelled(tokenizer: ByteLevelTokenizer, text: str) -> tuple[int, ...]:
+def spelled(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tokenizer.encode(text, special_tokens=True)
 
 
@@ -149,9 +149,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("answer", "plainly", "with_tools"), ANSWERS)
-def test_answers_in_channels(
-    toy: Pair, tokenizer: ByteLevelTokenizer, answer: str, plainly: bool, with_tools: bool
-) -> None:
+def test_answers_in_channels(toy: Pair, tokenizer: Tokenizer, answer: str, plainly: bool, with_tools: bool) -> None:
     prompt = spelled(tokenizer, "<|start|>user<|message|>hi<|end|><|start|>assistant")
     for calls, expected in (({}, plainly), ({"f": None}, with_tools)):
         compiled = toy.grammars.compile(Grammar.regex("[0-9]{2}"), channels=True, calls=calls)
@@ -172,14 +170,14 @@ def test_answers_in_channels(
         ("no message", "42"),
     ],
 )
-def test_a_prompt_may_begin_the_answer(toy: Pair, tokenizer: ByteLevelTokenizer, end: str, answer: str) -> None:
+def test_a_prompt_may_begin_the_answer(toy: Pair, tokenizer: Tokenizer, end: str, answer: str) -> None:
     compiled = toy.grammars.compile(Grammar.regex("[0-9]{2}"), channels=True)
     matcher = toy.grammars.begin(compiled, spelled(tokenizer, end)).begin((RETURN,))
     matcher.read(spelled(tokenizer, answer))
     assert matcher.may_end
 
 
-def test_a_prompt_that_no_grammar_follows_is_refused(toy: Pair, tokenizer: ByteLevelTokenizer) -> None:
+def test_a_prompt_that_no_grammar_follows_is_refused(toy: Pair, tokenizer: Tokenizer) -> None:
     compiled = toy.grammars.compile(Grammar.regex("[0-9]"), channels=True)
     for end in ("<|start|>user<|message|>hi<|end|>", "<|start|>assistant<|channel|>commentary<|message|>"):
         with pytest.raises(GrammarError, match="cannot follow the end of this prompt"):

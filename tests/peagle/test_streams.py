@@ -12,7 +12,7 @@ import pytest
 from peagle.engine.host.engine import Engine
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import toy_pair
 
 SHAPE: dict[str, Any] = {"slots": 2, "context": 256, "ignore_eos": True}
@@ -41,7 +41,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Callable[[]
 
 
 @pytest.fixture(params=["toy", pytest.param("pair", marks=pytest.mark.slow)])
-def some_pair(request: pytest.FixtureRequest, tokenizer: ByteLevelTokenizer) -> Pair:
+def some_pair(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Pair:
     """For the quick toy, and for the real pair with its caches."""
     pair: Pair = toy_pair(tokenizer) if request.param == "toy" else request.getfixturevalue("pair")
     return pair
@@ -97,7 +97,7 @@ def test_tasks_that_stream_at_once_get_what_each_gets_alone(some_pair: Pair, mon
     assert most() == 2
 
 
-def test_a_sampled_stream_may_begin_while_a_greedy_one_is_decoded(tokenizer: ByteLevelTokenizer) -> None:
+def test_a_sampled_stream_may_begin_while_a_greedy_one_is_decoded(tokenizer: Tokenizer) -> None:
     """Its program is not warm: a warm-up beside the other would cost that one tokens."""
     options = {**SHAPE, "num_speculative_tokens": 3}
     alone = [toy_pair(tokenizer).generate(text, **options, **sampling) for text, sampling in PROMPTS]
@@ -112,7 +112,7 @@ def test_a_sampled_stream_may_begin_while_a_greedy_one_is_decoded(tokenizer: Byt
 
 
 @pytest.mark.parametrize("how", ["close", "forget", "break", "aclose", "cancel"])
-def test_a_stream_that_ends_early_frees_its_slot(tokenizer: ByteLevelTokenizer, how: str) -> None:
+def test_a_stream_that_ends_early_frees_its_slot(tokenizer: Tokenizer, how: str) -> None:
     pair = toy_pair(tokenizer)
     options: dict[str, Any] = {"max_new_tokens": 200, "num_speculative_tokens": 1}
     whole = pair.generate("hello", **options)

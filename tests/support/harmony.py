@@ -19,7 +19,7 @@ from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.response_chat import as_chat
 from peagle.serve.shared_state import SharedState
-from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
+from peagle.text.tokenizer import Tokenizer, detokenize
 from tests.support.pairs import SPECIALS, VOCAB_SIZE
 from tests.support.servers import DATE, K, service_of
 from tests.support.toys import TargetWithoutLayers
@@ -47,7 +47,7 @@ class ScriptedTarget(TargetWithoutLayers):
         return 10 * jax.nn.one_hot(self.script[jnp.maximum(positions, 0)], VOCAB_SIZE, dtype=jnp.float32)
 
 
-def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], **options: Any) -> SharedState:
+def says(tokenizer: Tokenizer, *turns: tuple[Mapping[str, Any], str], **options: Any) -> SharedState:
     """Make a server that gives these answers to these bodies, whose prompts have different lengths.
 
     An answer may end in a control token that ends it.
@@ -60,17 +60,17 @@ def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], *
     return service_of(_pair(tokenizer, script), context=LONG, **options)
 
 
-def _pair(tokenizer: ByteLevelTokenizer, script: np.ndarray) -> Pair:
+def _pair(tokenizer: Tokenizer, script: np.ndarray) -> Pair:
     target = ScriptedTarget(jnp.asarray(script))
     return Pair(target, target, NGram(), tokenizer, (RETURN, CALL))
 
 
 @functools.cache
-def builder_of(tokenizer: ByteLevelTokenizer) -> RequestBuilder:
+def builder_of(tokenizer: Tokenizer) -> RequestBuilder:
     return RequestBuilder(_pair(tokenizer, np.zeros((LONG,), np.int32)), LONG, DATE, K)
 
 
-def request_of(tokenizer: ByteLevelTokenizer, body: Mapping[str, Any]) -> Request:
+def request_of(tokenizer: Tokenizer, body: Mapping[str, Any]) -> Request:
     """Make the request of a body of a chat, or of a response, as the routes do."""
     text = json.dumps(body).encode()
     chat = as_chat(parse(ResponsesBody, text, LONG)).body if "input" in body else parse(ChatBody, text, LONG)
@@ -78,7 +78,7 @@ def request_of(tokenizer: ByteLevelTokenizer, body: Mapping[str, Any]) -> Reques
     return request
 
 
-def prompt_of(tokenizer: ByteLevelTokenizer, **body: Any) -> str:
+def prompt_of(tokenizer: Tokenizer, **body: Any) -> str:
     """Decode the prompt of a body of a chat, or of a response."""
     return detokenize(tokenizer, request_of(tokenizer, body).prompt_ids)
 

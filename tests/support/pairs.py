@@ -79,7 +79,7 @@ DRAFTER = DrafterConfig(
 )
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A tokenizer of the 256 bytes that counts its calls."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 import pydantic
 from fastapi.testclient import TestClient
@@ -37,10 +37,28 @@ TYPES: dict[tuple[str, str], Any] = {
     ("GET", "/tokenizer_info"): pydantic.TypeAdapter(replies.TokenizerInfo),
     ("GET", "/health"): pydantic.TypeAdapter(replies.Health),
 }
+
+
+class ChatChunk(replies.Head):
+    """An event of a chat's stream."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[replies.ChatChunkChoice]
+    usage: NotRequired[replies.Usage | None]
+
+
+class CompletionChunk(replies.Head):
+    """An event of a completion's stream."""
+
+    object: Literal["text_completion"]
+    choices: list[replies.CompletionChunkChoice]
+    usage: NotRequired[replies.Usage | None]
+
+
 ERROR: Any = pydantic.TypeAdapter(replies.Error)
 EVENTS: dict[str, Any] = {
-    CHAT: pydantic.TypeAdapter(replies.ChatChunk | replies.Error),
-    COMPLETIONS: pydantic.TypeAdapter(replies.CompletionChunk | replies.Error),
+    CHAT: pydantic.TypeAdapter(ChatChunk | replies.Error),
+    COMPLETIONS: pydantic.TypeAdapter(CompletionChunk | replies.Error),
     RESPONSES: pydantic.TypeAdapter(replies.ResponseEvent),
 }
 HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")

@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkey
 
 
 def test_ctrl_c_before_the_first_token_forgets_the_message(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    press_ctrl_c_at(monkeypatch, Display, "compiling")
+    press_ctrl_c_at(monkeypatch, Display, "run_stage")
     code, out, err = chat(b"Hi\nGo on\n")
     assert (code, len(out.splitlines())) == (0, 1)
     assert "interrupted before the first token; the message is left out" in err

@@ -20,8 +20,8 @@ from peagle.cli.results import speedup_text
 from peagle.engine.auto.widths import CostTable
 from peagle.engine.request import Request
 from peagle.pair import Pair
-from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
-from peagle.workflows.run import MOST_ROUNDS, RunConfig, run
+from peagle.text.tokenizer import Tokenizer, detokenize
+from peagle.workflows.run import MOST_ROUNDS, Observer, RunConfig, run
 from tests.support.commands import Captured, last_of_each, refused
 from tests.support.pairs import SPECIALS, Directories, toy_pair
 from tests.support.terminal import ROOT, TOY_PROCESS
@@ -138,9 +138,9 @@ def test_generate_is_plain_and_says_the_same_and_quiet_is_the_text_alone(cli: Ru
 def test_quietly_nothing_is_compared_unless_the_json_shows_it(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bool] = []
 
-    def spy(pair: Pair, conversations: Any, config: RunConfig, display: Display) -> Any:
+    def spy(pair: Pair, conversations: Any, config: RunConfig, observer: Observer) -> Any:
         compared.append(config.baseline)
-        return run(pair, conversations, config, display)
+        return run(pair, conversations, config, observer)
 
     monkeypatch.setattr(run_speculate, "run", spy)
     cli(*SPECULATE, "--quiet", "Hi")
@@ -341,7 +341,7 @@ def test_no_prompt_runs_the_built_in_example(cli: Run, monkeypatch: pytest.Monke
     assert "the built-in example:\nHi\n\nyou\n" in err
 
 
-def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, tokenizer: ByteLevelTokenizer) -> None:
+def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, tokenizer: Tokenizer) -> None:
     assert "Today: 2025-08-05" in detokenize(tokenizer, prompt_of(cli, "Hi"))
     options = ("--date", "2031-01-31", "--reasoning-effort", "low", "--system", "Be brief.")
     told = detokenize(tokenizer, prompt_of(cli, *options, "Hi"))

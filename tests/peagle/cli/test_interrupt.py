@@ -44,7 +44,7 @@ def test_waiting_for_a_person_to_type_is_left_at_once() -> None:
     assert b"Traceback" not in terminal.shown
 
 
-@pytest.mark.parametrize("stage", ["compiling", "decoding"])
+@pytest.mark.parametrize("stage", ["run_stage", "decoding"])
 def test_before_the_first_token_there_is_nothing_to_show(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: Any, stage: str
 ) -> None:

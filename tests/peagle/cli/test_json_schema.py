@@ -12,7 +12,7 @@ from peagle.config import EngineConfig
 from peagle.engine.auto.speculation import Speculation
 from peagle.measure.provenance import TUNING, provenance, tuning
 from peagle.ops import jax_workaround
-from peagle.pair import Pair
+from peagle.pair import Pair, RequestOptions
 from peagle.text.prompts import Conversation, from_ids
 from peagle.workflows.run import Outcome, Run, RunConfig, run
 from scripts import runs
@@ -44,7 +44,7 @@ def kinds(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return RunConfig(engine=EngineConfig(K), max_new_tokens=12)
+    return RunConfig(answer=RequestOptions(max_new_tokens=12), engine=EngineConfig(K))
 
 
 def test_speculation_has_every_key(toy: Pair, config: RunConfig) -> None:
@@ -64,7 +64,7 @@ def test_speculation_has_every_key(toy: Pair, config: RunConfig) -> None:
 
 
 def test_plain_decoding_has_the_same_keys_with_nulls(toy: Pair, config: RunConfig) -> None:
-    config = dataclasses.replace(config, engine=EngineConfig(0), logprobs=2)
+    config = RunConfig(answer=RequestOptions(max_new_tokens=12, logprobs=2), engine=EngineConfig(0))
     value = document(toy, config, run(toy, [from_ids([50])], config))
     (request,), speculation = value["requests"], RECORDED["speculation"]
     assert value["config"].keys() == speculation["config"].keys()

@@ -23,7 +23,7 @@ from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.errors import ApiError
 from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.shared_state import SharedState
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import toy_pair
 from tests.support.running import Gate
 from tests.support.servers import COMPLETIONS, CONTEXT, DATE, MODEL, SLOTS, K, client_of, error_of, service_of, values
@@ -80,7 +80,7 @@ class Loops:
 
 
 @pytest.fixture
-def client(tokenizer: ByteLevelTokenizer) -> Iterator[TestClient]:
+def client(tokenizer: Tokenizer) -> Iterator[TestClient]:
     """One server, to compare with."""
     service = service_of(toy_pair(tokenizer))
     yield client_of(service)
@@ -91,7 +91,7 @@ Make = Callable[..., tuple[Loops, SharedState]]
 
 
 @pytest.fixture
-def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
+def make(tokenizer: Tokenizer) -> Iterator[Make]:
     fleets: list[Loops] = []
 
     def making(disaggregated: bool = True, most_open: int = 64, patience_s: float = 60.0) -> tuple[Loops, SharedState]:

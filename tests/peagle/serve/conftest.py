@@ -8,14 +8,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.serve.shared_state import SharedState
-from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
+from peagle.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.harmony import prompt_of, says
 from tests.support.pairs import toy_pair, write_tokenizer
 from tests.support.servers import HARMONY_SPECIALS, HARMONY_TEMPLATE, client_of, service_of
 
 
 @pytest.fixture(scope="session")
-def harmony(tmp_path_factory: pytest.TempPathFactory) -> ByteLevelTokenizer:
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer with the control tokens of calls, and a chat template that writes what a GPT-OSS reads."""
     directory = tmp_path_factory.mktemp("harmony")
     write_tokenizer(directory, HARMONY_SPECIALS, HARMONY_TEMPLATE)
@@ -25,13 +25,13 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> ByteLevelTokenizer:
 
 
 @pytest.fixture(scope="session")
-def prompt(harmony: ByteLevelTokenizer) -> Callable[..., str]:
+def prompt(harmony: Tokenizer) -> Callable[..., str]:
     """Decode the prompt of a chat or a response with these fields."""
     return functools.partial(prompt_of, harmony)
 
 
 @pytest.fixture(scope="session")
-def agent(harmony: ByteLevelTokenizer) -> Iterator[TestClient]:
+def agent(harmony: Tokenizer) -> Iterator[TestClient]:
     """A client of one server whose chat template has tools; its answers are empty."""
     service = says(harmony)
     with client_of(service) as client:
@@ -40,7 +40,7 @@ def agent(harmony: ByteLevelTokenizer) -> Iterator[TestClient]:
 
 
 @pytest.fixture(scope="session")
-def shared(tokenizer: ByteLevelTokenizer) -> Iterator[SharedState]:
+def shared(tokenizer: Tokenizer) -> Iterator[SharedState]:
     """One server for all tests that leave it as it was."""
     service = service_of(toy_pair(tokenizer))
     yield service
@@ -69,7 +69,7 @@ def closing() -> Iterator[Callable[[SharedState], SharedState]]:
 
 
 @pytest.fixture
-def make(tokenizer: ByteLevelTokenizer, closing: Callable[[SharedState], SharedState]) -> Callable[..., SharedState]:
+def make(tokenizer: Tokenizer, closing: Callable[[SharedState], SharedState]) -> Callable[..., SharedState]:
     """Make a server over the toy pair. options: of service_of."""
 
     def making(stops: tuple[int, ...] = (1,), **options: Any) -> SharedState:
@@ -79,6 +79,6 @@ def make(tokenizer: ByteLevelTokenizer, closing: Callable[[SharedState], SharedS
 
 
 @pytest.fixture
-def saying(harmony: ByteLevelTokenizer, closing: Callable[[SharedState], SharedState]) -> Callable[..., SharedState]:
+def saying(harmony: Tokenizer, closing: Callable[[SharedState], SharedState]) -> Callable[..., SharedState]:
     """Make a server that gives these answers to these bodies (tests.support.harmony.says)."""
     return lambda *turns, **options: closing(says(harmony, *turns, **options))

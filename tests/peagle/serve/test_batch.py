@@ -19,7 +19,7 @@ from peagle.serve.batch import BatchFile, check_files
 from peagle.serve.bodies import CompletionBody
 from peagle.serve.errors import ApiError
 from peagle.serve.shared_state import SharedState
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.commands import all_refused
 from tests.support.harmony import USER
 from tests.support.pairs import press_ctrl_c_at, toy_pair
@@ -302,7 +302,7 @@ def test_two_runs_do_not_write_one_output(run: Any, out: Path) -> None:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer, tmp_path: Path) -> Any:
+def command(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Path) -> Any:
     pair = toy_pair(tokenizer)
     monkeypatch.setattr(peagle.cli.run_serve, "load_pair", lambda *_: pair)
     monkeypatch.setattr(peagle.cli.run_serve, "_warm_up", lambda *_: None)  # takes longer than all the answers

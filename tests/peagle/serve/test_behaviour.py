@@ -16,7 +16,7 @@ from peagle.ops import interrupt
 from peagle.serve import engine_loop
 from peagle.serve.app import create_app
 from peagle.serve.shared_state import SharedState
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import toy_pair
 from tests.support.running import Gate, Running, eventually, received, received_until, running
 from tests.support.servers import COMPLETIONS, SLOTS, answer, client_of, error_of, service_of
@@ -161,7 +161,7 @@ def test_after_the_engine_failed_every_request_gets_an_error_and_health_is_red(m
         assert "the device is gone" in health.json()["error"]
 
 
-def test_outputs_that_are_not_finite_cost_only_their_own_request(tokenizer: ByteLevelTokenizer) -> None:
+def test_outputs_that_are_not_finite_cost_only_their_own_request(tokenizer: Tokenizer) -> None:
     pair = toy_pair(tokenizer)
     target = pair.target.replace(table=pair.target.table.at[300].set(jnp.nan))  # type: ignore[attr-defined]
     service = service_of(type(pair)(target, target, pair.drafter, tokenizer, (1,)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import toy_pair
 from tests.support.running import PATIENCE_S, Gate, Running, eventually, running
 from tests.support.servers import service_of
@@ -26,7 +26,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(tokenizer: ByteLevelTokenizer) -> Iterator[Running]:
+def server(tokenizer: Tokenizer) -> Iterator[Running]:
     """One server for all tests, whose answers have the length they are asked for."""
     service = service_of(toy_pair(tokenizer, ()))
     with running(service) as served:

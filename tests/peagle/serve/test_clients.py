@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from peagle.pair import Pair
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.peagle.test_streams import most_at_once
 from tests.support.pairs import toy_pair
 from tests.support.running import Gate, Running, running
@@ -18,7 +18,7 @@ USER: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def server(tokenizer: ByteLevelTokenizer) -> Iterator[Running]:
+def server(tokenizer: Tokenizer) -> Iterator[Running]:
     service = service_of(toy_pair(tokenizer), keys=("secret",))
     with running(service) as served:
         yield served
@@ -65,7 +65,7 @@ def test_errors_are_the_clients_own(server: Running, client: openai.OpenAI) -> N
 
 
 def test_many_at_once_get_what_each_gets_alone(
-    server: Running, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
+    server: Running, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone: Pair = toy_pair(tokenizer)
     bodies: list[dict[str, Any]] = [

@@ -19,7 +19,7 @@ from peagle.cli.run_serve import allowed_hosts
 from peagle.engine.host.executor import Executor
 from peagle.ops import interrupt
 from peagle.serve.server import ServerOptions, listen, on_loopback
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.commands import all_refused, refused, run
 from tests.support.pairs import toy_pair
 
@@ -27,7 +27,7 @@ Use = Callable[[str], None]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> Callable[..., int]:
+def started(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Callable[..., int]:
     """Run the command over the toy pair; call `use` with its URL in a thread, then send a signal."""
     pair, server = toy_pair(tokenizer), peagle.cli.run_serve.Server
     monkeypatch.setattr(peagle.cli.run_serve, "load_pair", lambda *_: pair)

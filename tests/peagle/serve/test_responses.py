@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.serve.shared_state import SharedState
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.harmony import USER, called, final, instructed, said, thought
 from tests.support.servers import CHAT, MODEL, RESPONSES, answer, client_of, error_of, stream
 
@@ -152,7 +152,7 @@ def test_a_servers_own_output_comes_back_as_in_a_chat(saying: Making, prompt: Pr
 # --- what clients get -------------------------------------------------------------------------------------------------
 
 
-def test_a_response_has_reasoning_text_and_usage(saying: Making, harmony: ByteLevelTokenizer) -> None:
+def test_a_response_has_reasoning_text_and_usage(saying: Making, harmony: Tokenizer) -> None:
     client = openai_of(saying((BODY, SAYS)))
     response = client.responses.create(model=MODEL, **BODY, store=False)
     assert (response.status, response.error, response.output_text) == ("completed", None, TEXT)

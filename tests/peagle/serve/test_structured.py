@@ -14,7 +14,7 @@ from peagle.pair import Pair
 from peagle.serve.bodies import ChatBody, CompletionBody
 from peagle.serve.http import parse
 from peagle.serve.structured import grammar_of
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import STOP, toy_pair
 from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, RESPONSES, K, answer, client_of, error_of, stream
 
@@ -47,7 +47,7 @@ FIELDS: list[tuple[dict[str, Any], Grammar]] = [
 
 
 @pytest.fixture(scope="module")
-def alone(tokenizer: ByteLevelTokenizer) -> Pair:
+def alone(tokenizer: Tokenizer) -> Pair:
     return toy_pair(tokenizer)
 
 
@@ -168,7 +168,7 @@ def test_impossible_schema_is_an_error_object(
         assert error["param"] == param
 
 
-def test_a_regex_that_blows_up_ends_its_own_answer_alone(make: Any, tokenizer: ByteLevelTokenizer) -> None:
+def test_a_regex_that_blows_up_ends_its_own_answer_alone(make: Any, tokenizer: Tokenizer) -> None:
     client = client_of(make())
     free = {"prompt": [40, 41], "max_tokens": 20, "temperature": 0}
     expected = answer(client, COMPLETIONS, free)["choices"]

@@ -19,7 +19,7 @@ from peagle.serve.bodies import Body, ChatMessage
 from peagle.serve.errors import ApiError
 from peagle.serve.shared_state import SharedState
 from peagle.serve.tools import MOST_CALLS, template_messages
-from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
+from peagle.text.tokenizer import Tokenizer, detokenize
 from tests.support import servers
 from tests.support.harmony import LONG, USER, called, final, instructed, request_of, said, thought
 from tests.support.servers import CHAT, COMPLETIONS, MODEL, RESPONSES, answer, client_of, error_of, stream
@@ -72,7 +72,7 @@ def answered(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_tools_are_in_the_prompt_as_the_format_writes_them(
-    agent: TestClient, harmony: ByteLevelTokenizer, prompt: Prompt
+    agent: TestClient, harmony: Tokenizer, prompt: Prompt
 ) -> None:
     text = prompt(messages=USER, tools=[WEATHER, CLOCK])
     assert (
@@ -87,7 +87,7 @@ def test_tools_are_in_the_prompt_as_the_format_writes_them(
     assert tuple(answer(agent, "/tokenize", body)["tokens"]) == request_of(harmony, body).prompt_ids
 
 
-def specials(harmony: ByteLevelTokenizer, **body: Any) -> list[int]:
+def specials(harmony: Tokenizer, **body: Any) -> list[int]:
     return [token for token in request_of(harmony, body).prompt_ids if token in harmony.special_tokens]
 
 
@@ -99,7 +99,7 @@ SPELLED = [
 
 @pytest.mark.parametrize("text", SPELLED)
 def test_descriptions_and_arguments_are_in_the_prompt_as_they_were_written(
-    harmony: ByteLevelTokenizer, prompt: Prompt, text: str
+    harmony: Tokenizer, prompt: Prompt, text: str
 ) -> None:
     """Character by character; what spells a control token is no control token."""
     tool, history = CLOCK["function"], [*USER, *calls(("f", text, "x"))]
@@ -271,7 +271,7 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_is_read_whole_and_in_a_stream(saying: Making, harmony: ByteLevelTokenizer, name: str) -> None:
+def test_an_answer_is_read_whole_and_in_a_stream(saying: Making, harmony: Tokenizer, name: str) -> None:
     """Whole with drafts, and in a stream without."""
     fields, written, content, expected, reason = ANSWERS[name]
     if "stop_token_ids" in fields:
@@ -515,7 +515,7 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
     def looked_at(*_: Any, **__: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(ByteLevelTokenizer, "encode_chat", looked_at)
+    monkeypatch.setattr(Tokenizer, "encode_chat", looked_at)
     monkeypatch.setattr(Body, "model_validate", looked_at)
     empty, most = {"role": "user", "content": ""}, LONG // 4
     many: dict[str, list[Any]] = {

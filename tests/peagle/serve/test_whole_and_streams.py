@@ -24,7 +24,7 @@ from peagle.serve.open_answers import OpenAnswers
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.response_chat import as_chat
 from peagle.serve.responses import ResponsesFormatter
-from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
+from peagle.text.tokenizer import Tokenizer, detokenize
 from tests.support.harmony import CALL, RETURN, USER, says
 from tests.support.pairs import SPECIALS
 from tests.support.servers import (
@@ -104,13 +104,14 @@ def read(form: ResponseFormatter, answers: OpenAnswers) -> tuple[dict[str, Any],
     """Return (the whole reply, the events of the stream) that a form makes of the same answer."""
 
     async def read_all() -> str:
+        form.results = answers.results
         text = form.begin()
         async for chunk in answers.chunks():
             text += "".join(map(form.event, form.read(chunk)))
-        return text + form.end(answers.results())
+        return text + form.end()
 
     events = events_of(asyncio.run(read_all()))
-    return json.loads(dumps(form.reply(answers.results()))), events
+    return json.loads(dumps(form.reply())), events
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,12 @@ class Answer:
     stop: tuple[str, ...] = ()
     end: int | None = RETURN  # the token after it; None: the limit ends it
 
-    def ids(self, tokenizer: ByteLevelTokenizer) -> tuple[int, ...]:
+    def ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         of = {tokenizer.token_bytes(token): token for token in range(len(HARMONY_SPECIALS), 300)}
         partial = (of[bytes([byte])] for byte in self.partial)
         return (*tokenizer.encode(self.text, special_tokens=True), *partial)
 
-    def outputs(self, tokenizer: ByteLevelTokenizer, channels: bool = True, stop: bool = True) -> OpenAnswers:
+    def outputs(self, tokenizer: Tokenizer, channels: bool = True, stop: bool = True) -> OpenAnswers:
         prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
         request = Request(prompt, 1000, stop=self.stop if stop else (), logprobs=1)
         loop = Chunks(self.ids(tokenizer), self.ends, self.end)
@@ -151,7 +152,7 @@ def is_aligned(text: str, entries: Sequence[Mapping[str, Any]], stopped: bool) -
 
 
 @given(WRITTEN)
-def test_a_chats_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
+def test_a_chats_stream_is_its_whole_answer(harmony: Tokenizer, written: Answer) -> None:
     body = parse(ChatBody, json.dumps({"messages": USER, "tools": CHAT_TOOLS}).encode())
     answers = written.outputs(harmony)
     form = ChatFormatter(MODEL, harmony, logprobs=True, tools=body.tools, token_origins=True)
@@ -194,7 +195,7 @@ def text_of(item: Mapping[str, Any]) -> str:
 
 
 @given(WRITTEN)
-def test_a_responses_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
+def test_a_responses_stream_is_its_whole_answer(harmony: Tokenizer, written: Answer) -> None:
     """There are no stop strings in it."""
     fields = {"input": "hi", "tools": TOOLS, "include": ["message.output_text.logprobs"]}
     body = parse(ResponsesBody, json.dumps(fields).encode())
@@ -216,7 +217,7 @@ def test_a_responses_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, wri
 
 
 @given(WRITTEN)
-def test_a_completions_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
+def test_a_completions_stream_is_its_whole_answer(harmony: Tokenizer, written: Answer) -> None:
     ids, answers = written.ids(harmony), written.outputs(harmony, channels=False)
     whole, events = read(CompletionFormatter(MODEL, harmony, logprobs=True), answers)
     (choice,) = whole["choices"]
@@ -238,7 +239,7 @@ def test_a_completions_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, w
         assert choice["text"][offset:].startswith(whole_token[: len(choice["text"]) - offset])
 
 
-def test_the_deltas_and_the_message_of_a_chat(harmony: ByteLevelTokenizer) -> None:
+def test_the_deltas_and_the_message_of_a_chat(harmony: Tokenizer) -> None:
     """Reasoning has two names. The first delta of a call has its id and name, and the others its arguments."""
     parts = [
         "<|channel|>analysis<|message|>Größer?<|end|><|start|>assistant",
@@ -288,7 +289,7 @@ def test_the_deltas_and_the_message_of_a_chat(harmony: ByteLevelTokenizer) -> No
     ]
 
 
-def test_an_answer_cut_off_in_its_reasoning_has_no_content(harmony: ByteLevelTokenizer) -> None:
+def test_an_answer_cut_off_in_its_reasoning_has_no_content(harmony: Tokenizer) -> None:
     written = Answer("<|channel|>analysis<|message|>Hm", ends=[2], end=None)
     whole, events = read(ChatFormatter(MODEL, harmony), written.outputs(harmony))
     (choice,), streamed = whole["choices"], chat_of(events)
@@ -301,7 +302,7 @@ CONTENT = "Ich sehe nach.東京 so viel, größer 🎉\n"
 
 
 @pytest.fixture(scope="module")
-def scripted(harmony: ByteLevelTokenizer) -> Iterator[Any]:
+def scripted(harmony: Tokenizer) -> Iterator[Any]:
     """A client of a server that thinks, and answers in two messages."""
     service = says(harmony, ({"messages": USER}, "".join((MESSAGES[0], MESSAGES[1], MESSAGES[6])) + "<|return|>"))
     yield client_of(service)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.checkpoints import DEMO_DIRECTORY
+from peagle.cli.display import Channels
 from peagle.engine.request import FinishReason, Request, TokenChunk
 from peagle.result import Assembler
 from peagle.text.channels import CONTROL, ChannelParser, Delta
@@ -263,29 +264,23 @@ def test_no_text_is_lost_and_none_is_made_up(stream: Stream, begun: str) -> None
 
 @given(STREAMS, st.lists(st.integers(1, 9)), st.sampled_from(["so", "é", "al", "<|end|>", "|>", "x"]))
 def test_stop_strings_cut_deltas_as_they_cut_the_text(stream: Stream, sizes: list[int], stop: str) -> None:
-    """As the server does it: the deltas are those of the answer that ends where its text does."""
+    """As on a terminal: they are those of all its tokens, up to where its text ends."""
     tokenizer, answer = HarmonyTokenizer(), ids(stream)
     request = Request(PROMPT, 1000, stop=(stop,))
     assembler = Assembler(request, 0, tokenizer, 0.0)
-    one, deltas = parser(), []
+    one, deltas = Channels(tokenizer, PROMPT), []
     chunks = [tokens for tokens in cut(answer, sizes) if tokens]
     for number, tokens in enumerate(chunks):
         reason: FinishReason | None = "length" if number + 1 == len(chunks) else None
         piece = assembler.add(TokenChunk(request, tuple(tokens), 0.0, finish_reason=reason))
         deltas += one.add(piece.token_ids, piece.text)
-    deltas += one.finish()
+    deltas += one.add((), "", last=True)
     kept = assembler.result().text
     assert kept == detokenize(tokenizer, answer).split(stop)[0]
-    room, expected = len(kept), []
-    for is_control, group in itertools.groupby(answer, lambda i: i > 255):
-        for tokens in ([i] for i in group) if is_control else [list(group)]:
-            text = detokenize(tokenizer, tokens)
-            if len(text) > room and is_control:
-                room = 0
-            expected += tokens if is_control and room else text[:room].encode()
-            room = max(0, room - len(text))
     by_text = parser()
-    assert joined(deltas) == joined([*by_text.add(expected), *by_text.finish()])
+    whole = [*by_text.add(assembler.result().output_ids), *by_text.finish()]
+    shown = [delta for delta in whole if delta.start < len(kept) or (delta.start == len(kept) and not delta.text)]
+    assert joined(deltas) == joined(delta._replace(text=delta.text[: len(kept) - delta.start]) for delta in shown)
 
 
 @given(STREAMS | WELL_FORMED_STREAMS, st.lists(st.integers(1, 9)), st.sampled_from(["so", "é", "al", "{}", "l ", "x"]))

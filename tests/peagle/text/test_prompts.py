@@ -7,7 +7,7 @@ import pytest
 
 from peagle.ops.errors import InputError
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text, parse_ids
-from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
+from peagle.text.tokenizer import Tokenizer, detokenize, load_tokenizer
 from tests.support.pairs import TEMPLATE, write_tokenizer
 
 
@@ -47,7 +47,7 @@ def test_half_a_character_is_refused_where_it_enters(enter: Callable[[], object]
         enter()
 
 
-def test_a_turn_is_rendered_with_the_answers_before_it(tokenizer: ByteLevelTokenizer) -> None:
+def test_a_turn_is_rendered_with_the_answers_before_it(tokenizer: Tokenizer) -> None:
     conversation = Conversation("it", turns=("one", "two", "three"), numbered=True)
     rendering = Rendering(system="Be brief.")
     first, second = (conversation.encode(answers, tokenizer, rendering) for answers in ([], ["uno"]))
@@ -57,7 +57,7 @@ def test_a_turn_is_rendered_with_the_answers_before_it(tokenizer: ByteLevelToken
     assert "three" not in text
 
 
-def test_a_history_and_its_own_system_text_come_first(tokenizer: ByteLevelTokenizer) -> None:
+def test_a_history_and_its_own_system_text_come_first(tokenizer: Tokenizer) -> None:
     history = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "uno"})
     conversation = Conversation("it", turns=("two", "three"), history=history, system="Be kind.")
     assert conversation.num_requests == 2
@@ -67,7 +67,7 @@ def test_a_history_and_its_own_system_text_come_first(tokenizer: ByteLevelTokeni
     assert "three" in detokenize(tokenizer, conversation.encode(["dos"], tokenizer, Rendering()))
 
 
-def test_raw_text_is_the_text_and_nothing_else(tokenizer: ByteLevelTokenizer) -> None:
+def test_raw_text_is_the_text_and_nothing_else(tokenizer: Tokenizer) -> None:
     assert detokenize(tokenizer, from_text("def f(").encode([], tokenizer, Rendering(raw=True))) == "def f("
 
 
@@ -94,7 +94,7 @@ def test_options_that_the_template_does_not_show_are_named(
     assert rendering.without_effect(load_tokenizer(tmp_path)) == idle
 
 
-def test_features_of_a_template_are_refused_without_one(tokenizer: ByteLevelTokenizer) -> None:
+def test_features_of_a_template_are_refused_without_one(tokenizer: Tokenizer) -> None:
     with pytest.raises(InputError, match="2 turns"):
         Conversation("it", turns=("a", "b")).encode([], tokenizer, Rendering(raw=True))
     with pytest.raises(InputError, match="a system text"):

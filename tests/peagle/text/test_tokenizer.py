@@ -15,9 +15,9 @@ from peagle.ops.errors import InputError
 from peagle.text.channels import final_message
 from peagle.text.prompts import chat_messages
 from peagle.text.tokenizer import (
-    ByteLevelTokenizer,
     Detokenizer,
     TextTooLong,
+    Tokenizer,
     detokenize,
     fix_date,
     load_tokenizer,
@@ -76,7 +76,7 @@ def library(directories: Directories) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(directories.target)
 
 
-def test_ids_decode_as_the_library_decodes_them(tokenizer: ByteLevelTokenizer, library: Any) -> None:
+def test_ids_decode_as_the_library_decodes_them(tokenizer: Tokenizer, library: Any) -> None:
 
     @given(st.lists(st.integers(0, VOCAB_SIZE - 9), max_size=30))
     def check(ids: list[int]) -> None:
@@ -87,13 +87,13 @@ def test_ids_decode_as_the_library_decodes_them(tokenizer: ByteLevelTokenizer, l
 
 
 @pytest.mark.parametrize("text", ["naïve 東京 🎉", "def f(x):\n\treturn x  # größer", "\x00\x7f­"])
-def test_text_survives_the_way_there_and_back(tokenizer: ByteLevelTokenizer, text: str) -> None:
+def test_text_survives_the_way_there_and_back(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert detokenize(tokenizer, ids) == text
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_text_is_too_long_by_its_bytes_alone_only_if_it_is(tokenizer: ByteLevelTokenizer, chat: bool) -> None:
+def test_a_text_is_too_long_by_its_bytes_alone_only_if_it_is(tokenizer: Tokenizer, chat: bool) -> None:
     def encode(text: str, **most: int) -> tuple[int, ...]:
         messages = [{"role": "user", "content": text}]
         return tokenizer.encode_chat(messages, **most) if chat else tokenizer.encode(text, **most)
@@ -118,18 +118,18 @@ def test_nothing_is_known_of_the_bytes_of_a_text_that_the_tokenizer_shortens(tmp
     assert len(loaded_from(tmp_path).encode("a" * 1000 + "b", most_tokens=1)) == 1
 
 
-def test_ids_that_the_tokenizer_does_not_know_are_no_text(tokenizer: ByteLevelTokenizer) -> None:
+def test_ids_that_the_tokenizer_does_not_know_are_no_text(tokenizer: Tokenizer) -> None:
     assert detokenize(tokenizer, [VOCAB_SIZE - 1, VOCAB_SIZE + 1000]) == ""
 
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
-def rendered(tokenizer: ByteLevelTokenizer, messages, **options) -> str:
+def rendered(tokenizer: Tokenizer, messages, **options) -> str:
     return detokenize(tokenizer, tokenizer.encode_chat(messages, **options))
 
 
-def test_the_template_gets_a_fixed_date_and_the_effort(tokenizer: ByteLevelTokenizer) -> None:
+def test_the_template_gets_a_fixed_date_and_the_effort(tokenizer: Tokenizer) -> None:
     assert rendered(tokenizer, HI) == (
         "<|start|>system<|message|>Today: 2025-08-05<|end|><|start|>user<|message|>Hi<|end|>"
         "<|start|>assistant<|channel|>final<|message|>"
@@ -139,11 +139,11 @@ def test_the_template_gets_a_fixed_date_and_the_effort(tokenizer: ByteLevelToken
     assert "Today: 2031-02-28 Reasoning: high<|end|><|start|>system<|message|>Be brief.<|end|>" in other
 
 
-def test_special_tokens_of_the_template_are_one_token_each(tokenizer: ByteLevelTokenizer) -> None:
+def test_special_tokens_of_the_template_are_one_token_each(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_chat(HI)[0] == SPECIALS.index("<|start|>")
 
 
-def test_the_history_alternates_and_ends_with_the_last_turn(tokenizer: ByteLevelTokenizer) -> None:
+def test_the_history_alternates_and_ends_with_the_last_turn(tokenizer: Tokenizer) -> None:
     answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>first<|return|>"
     text = rendered(tokenizer, chat_messages(["One", "Two"], [answer], None))
     assert text.index("One") < text.index("final<|message|>first<|end|>") < text.index("Two")
@@ -221,7 +221,7 @@ def test_a_broken_tokenizer_is_refused_in_one_line(directories: Directories, tmp
         load_tokenizer(tmp_path)
 
 
-def loaded_from(directory: Path) -> ByteLevelTokenizer:
+def loaded_from(directory: Path) -> Tokenizer:
     tokenizer = load_tokenizer(directory)
     assert tokenizer is not None
     return tokenizer
@@ -262,7 +262,7 @@ PIECES = (*SPECIALS, "<", "<|", "|>", ">", "end", "|end|>", "<|end", "a", " ", "
 pieces = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join)
 
 
-def test_nothing_in_a_chat_is_a_control_token_and_nothing_is_lost(tokenizer: ByteLevelTokenizer) -> None:
+def test_nothing_in_a_chat_is_a_control_token_and_nothing_is_lost(tokenizer: Tokenizer) -> None:
     def chat(*texts: str) -> list[dict[str, str]]:
         roles = ("system", "user", "assistant", "user")
         return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
@@ -285,7 +285,7 @@ def test_nothing_in_a_chat_is_a_control_token_and_nothing_is_lost(tokenizer: Byt
     check()
 
 
-def test_a_chat_without_special_tokens_in_it_has_the_librarys_ids(tokenizer: ByteLevelTokenizer, library: Any) -> None:
+def test_a_chat_without_special_tokens_in_it_has_the_librarys_ids(tokenizer: Tokenizer, library: Any) -> None:
 
     @given(st.text(st.sampled_from("<|> a(b)é\n東"), max_size=20))
     def check(text: str) -> None:

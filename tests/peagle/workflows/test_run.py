@@ -22,7 +22,7 @@ from peagle.engine.request import Request
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.pair import Pair
+from peagle.pair import Pair, RequestOptions
 from peagle.result import Result, decode
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
@@ -31,7 +31,8 @@ from peagle.workflows.run import MOST_ROUNDS, Observer, Outcome, Run, RunConfig,
 from tests.support.pairs import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
 
 K, NEW = 3, 12
-CONFIG = RunConfig(engine=EngineConfig(K), max_new_tokens=NEW)
+ANSWER = RequestOptions(max_new_tokens=NEW)
+CONFIG = RunConfig(answer=ANSWER, engine=EngineConfig(K))
 CHAT = Conversation("chat", turns=("one", "two", "three"), numbered=True)
 slots_of_both_ways = pytest.mark.parametrize("slots", [1, 3])  # one conversation after the other; side by side
 
@@ -50,20 +51,19 @@ def only(pair: Pair, config: RunConfig = CONFIG, prompt: Sequence[int] = (50,)) 
     return outcome
 
 
-class Watcher(Observer):
-    """Record the calls, and call back with each piece."""
+class Watcher:
+    """Record the calls of a run, and call back with each piece."""
 
     def __init__(self, callback: Callable[[Request], None] = lambda _: None) -> None:
         self.order: list[str] = []
         self.text: dict[int, str] = {}
         self.callback = callback
+        self.observer = Observer(self.stage, emitted=self.emitted)
 
-    def decoding(self, done: int, total: int, plainly: bool) -> None:
-        self.order.append("plain" if plainly else "fast")
+    def stage(self, stage: str, *_: int) -> None:
+        self.order += {"decoding": ["fast"], "comparing": ["plain"]}.get(stage, [])
 
-    def emitted(
-        self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
-    ) -> None:
+    def emitted(self, request: Request, token_ids: Sequence[int], text: str, _: Sequence[tuple[str, int]]) -> None:
         self.text[request.index] = self.text.get(request.index, "") + text
         if token_ids:
             self.callback(request)
@@ -74,7 +74,7 @@ class Watcher(Observer):
 
 def test_results_come_in_the_order_of_the_input_with_their_turns(toy: Pair) -> None:
     watcher = Watcher()
-    done = run(toy, [from_ids([50]), CHAT, from_text("solo")], CONFIG, watcher)
+    done = run(toy, [from_ids([50]), CHAT, from_text("solo")], CONFIG, watcher.observer)
     assert [outcome.result.request.index for outcome in done.outcomes] == [0, 1, 2, 3, 4]
     assert [outcome.turn for outcome in done.outcomes] == [None, 0, 1, 2, None]
     assert watcher.text == {outcome.result.request.index: outcome.result.text for outcome in done.outcomes}
@@ -115,7 +115,7 @@ def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> 
 def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy: Pair, slots: int) -> None:
     """The three prompts fit; with the answers between them, the third does not."""
     long = Conversation("long", turns=("a" * 90, "b" * 90, "c" * 90), numbered=True)
-    config = RunConfig(engine=EngineConfig(K, slots), max_new_tokens=60)
+    config = RunConfig(answer=RequestOptions(max_new_tokens=60), engine=EngineConfig(K, slots))
     done = run(toy, [from_ids([50]), long, CHAT], config)
     turns = [(outcome.result.request.index, outcome.turn) for outcome in done.outcomes]
     begun = [turn for index, turn in turns if 1 <= index <= 3]
@@ -146,7 +146,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_conversation(
                 engine.finish(handle, "error", GrammarError("bad: no text follows"))
 
     monkeypatch.setattr(Engine, "add", adding)
-    done = run(toy, [from_ids([50]), bad, CHAT], config, Watcher(fail))
+    done = run(toy, [from_ids([50]), bad, CHAT], config, Watcher(fail).observer)
     assert done.failed == ("bad: no text follows",)
     assert [outcome.result.request.index for outcome in done.outcomes] == [0, 1, 3, 4, 5]
     assert done.outcomes.pop(1).result.error == "bad: no text follows"
@@ -174,7 +174,8 @@ def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: i
 def test_a_prompt_that_is_prefilled_whole_begins_after_its_known_tokens(pair: Pair) -> None:
     prompt = [5 + place % 7 for place in range(70)]
     prompts = [from_ids([*prompt, last]) for last in (3, 4)]
-    config = RunConfig(engine=EngineConfig(K, prefill_chunk="all"), max_new_tokens=NEW, ignore_eos=True, baseline=False)
+    answer = RequestOptions(max_new_tokens=NEW, ignore_eos=True)
+    config = RunConfig(answer=answer, engine=EngineConfig(K, prefill_chunk="all"), baseline=False)
     without = dataclasses.replace(config.engine, prefix_cache="off")
     cold = run(pair, prompts, dataclasses.replace(config, engine=without))
     warm = run(pair, prompts, config)
@@ -187,7 +188,7 @@ def test_a_prompt_that_is_prefilled_whole_begins_after_its_known_tokens(pair: Pa
 
 def test_plain_decoding_runs_beside_it_first_and_second_in_turn(toy: Pair) -> None:
     watcher = Watcher()
-    done = run(toy, [from_ids([i]) for i in (50, 51, 52)], CONFIG, watcher)
+    done = run(toy, [from_ids([i]) for i in (50, 51, 52)], CONFIG, watcher.observer)
     assert watcher.order == ["fast", "plain", "plain", "fast", "fast", "plain"]
     for outcome in done.outcomes:
         assert outcome.baseline is not None
@@ -319,7 +320,7 @@ def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
             raise KeyboardInterrupt
 
     whole, watcher = only(toy).result, Watcher(interrupt_once)
-    cut = run(toy, [from_ids([50]), from_ids([51])], CONFIG, watcher)
+    cut = run(toy, [from_ids([50]), from_ids([51])], CONFIG, watcher.observer)
     assert cut.interrupted
     if after >= 1 + len(whole.steps):
         assert [outcome.result.finish_reason for outcome in cut.outcomes] == ["length", None]
@@ -343,7 +344,7 @@ def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) ->
 
     watcher = Watcher(press)
     with interrupt.handled():
-        cut = run(toy, conversations, config, watcher)
+        cut = run(toy, conversations, config, watcher.observer)
         assert interrupt.pressed()
     assert cut.interrupted
     assert len(cut.outcomes) == slots  # those that waited for a slot are not there
@@ -375,7 +376,8 @@ def test_a_stop_token_ends_it_and_is_no_text(toy: Pair) -> None:
     assert result.finish_reason == "stop"
     assert result.text
     assert (free.text or "").startswith(result.text)
-    assert only(stopping, dataclasses.replace(CONFIG, ignore_eos=True)).result.output_ids == free.output_ids
+    ignoring = dataclasses.replace(CONFIG, answer=dataclasses.replace(ANSWER, ignore_eos=True))
+    assert only(stopping, ignoring).result.output_ids == free.output_ids
 
 
 def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
@@ -399,7 +401,7 @@ def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
 def test_impossible_run_is_refused_before_any_work(toy: Pair, prompt: list[int], config: RunConfig, says: str) -> None:
     watcher = Watcher()
     with pytest.raises(InputError) as caught:
-        run(toy, [from_ids([50]), from_ids(prompt)], config, watcher)
+        run(toy, [from_ids([50]), from_ids(prompt)], config, watcher.observer)
     assert says in str(caught.value)
     assert watcher.order == []
 
@@ -421,6 +423,6 @@ def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
 
 
 def test_logprobs_of_a_greedy_run_name_the_emitted_token_first(toy: Pair) -> None:
-    outcome = only(toy, dataclasses.replace(CONFIG, engine=EngineConfig(0), logprobs=2))
+    outcome = only(toy, RunConfig(answer=dataclasses.replace(ANSWER, logprobs=2), engine=EngineConfig(0)))
     assert outcome.baseline is None
     assert [token.best[0][0] for token in outcome.result.logprobs] == list(outcome.result.output_ids)

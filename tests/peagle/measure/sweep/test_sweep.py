@@ -29,7 +29,7 @@ from peagle.measure.sweep.store import CONVERSATIONS, PROMPTS, RAW, RUN, Folder,
 from peagle.ops.errors import InputError
 from peagle.ops.files import locked
 from peagle.pair import Pair
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import Tokenizer
 from tests.peagle.measure.sweep.runs import (
     SMALL,
     SWEPT,
@@ -509,7 +509,7 @@ def test_no_text_costs_a_sweep_its_report(lab: Lab) -> None:
     assert "caf\\udce9 $x^{, raw, greedy" in (out / "README.md").read_text(encoding="utf-8")
 
 
-def test_special_tokens_are_read_in_raw_text_alone(lab: Lab, tokenizer: ByteLevelTokenizer) -> None:
+def test_special_tokens_are_read_in_raw_text_alone(lab: Lab, tokenizer: Tokenizer) -> None:
     load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), tokenizer=tokenizer))
     prompt_file(lab.root, {"prompt": "<|start|>a"})
     assert "applies to raw text only" in lab.sweep("--special-tokens --render chat", code=2)
