@@ -1,7 +1,51 @@
-"""Names of a chat's fields in errors. A /v1/responses body becomes a chat, but its errors name its own fields."""
+"""Names of a chat's fields in errors, and unsupported fields whose value changes nothing.
+
+A /v1/responses body becomes a chat, but its errors name its own fields.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+# values of unsupported fields that are accepted, since they change nothing; null always is
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "best_of": (1,),
+    "suffix": ("",),
+    "store": (False,),
+    "modalities": (["text"],),
+    "background": (False,),
+    "truncation": ("auto", "disabled"),  # auto: an input beyond the context is refused all the same
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "audio": ({},),
+    # vLLM's
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "priority": (0,),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "documents": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    # of SGLang and llama.cpp
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
+    "no_stop_trim": (False,),
+    "cache_prompt": (True,),
+}
 
 
 @dataclass(frozen=True)
@@ -58,3 +102,8 @@ def response_fields(items: Sequence[MessageNames], tools: Sequence[str]) -> Fiel
         items=items,
         tools=tools,
     )
+
+
+def is_neutral(key: str, value: Any) -> bool:
+    is_bool = isinstance(value, bool)  # in Python, 1 equals True
+    return any(value == neutral and is_bool == isinstance(neutral, bool) for neutral in NEUTRAL.get(key, ()))

@@ -7,7 +7,6 @@ from pydantic import Discriminator, Tag
 
 from peagle.serve.bodies import (
     BY_TYPE,
-    HOSTED,
     LIST_OR_TEXT,
     OBJECT_OR_TEXT,
     TOOL_CURES,
@@ -34,6 +33,11 @@ from peagle.serve.bodies import (
     type_tag,
 )
 
+HOSTED = (  # types of tools that OpenAI's servers run
+    *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search"),
+    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
+    *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+)
 Summary = Literal["auto", "concise", "detailed"]
 Included = Literal[
     "reasoning.encrypted_content",

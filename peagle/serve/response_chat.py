@@ -175,7 +175,7 @@ def _messages(body: ResponsesBody, past: PastItems) -> list[_NamedMessage]:
     for index, item in enumerate(input_items(body)):
         if isinstance(item, ItemReference):
             item = references[item.id]
-        items.append(("input" if isinstance(body.input, str) else input_name(index), item))
+        items.append(("input" if isinstance(body.input, str) else f"input.{index}", item))
     return messages + _item_messages(items)
 
 
@@ -234,8 +234,3 @@ def _answer_messages(
     first, *_ = answer.values()
     names = MessageNames(first[0], tuple(answer[call][0] for call in calls))
     return [(joined, names), *(_result_message(*items[results[call]]) for call in calls if call in results)]
-
-
-def input_name(index: int) -> str:
-    """Name an item of the input in errors."""
-    return f"input.{index}"

@@ -22,7 +22,7 @@ from peagle.serve.response_bodies import (
     OfferedFunction,
     ResponsesBody,
 )
-from peagle.serve.response_chat import PastItems, ToolName, as_chat, input_items, input_name
+from peagle.serve.response_chat import PastItems, ToolName, as_chat, input_items
 from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import StoredItem
 from peagle.text.channels import Delta
@@ -58,7 +58,7 @@ def _past(shared: SharedState, body: ResponsesBody, owner: str) -> PastItems:
         items = shared.responses.response(owner, body.previous_response_id, "previous_response_id").conversation
     own = () if isinstance(body.input, str) else body.input
     named = {
-        index: shared.responses.item(owner, item.id, f"{input_name(index)}.id")
+        index: shared.responses.item(owner, item.id, f"input.{index}.id")
         for index, item in enumerate(own)
         if isinstance(item, ItemReference)
     }

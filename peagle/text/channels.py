@@ -30,7 +30,7 @@ A stop string counts only within one content message: not in headers, reasoning 
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from peagle.text.offsets import AnswerText, TokenOffset
@@ -374,8 +374,9 @@ def _read_header(parts: Sequence[tuple[str, str]], *, complete: bool, prompted: 
             prefixes = (RECIPIENT, FUNCTIONS)
             if partial and (word.startswith(prefixes) or _fits(word, prefixes, partial)):
                 continue
-            if (recipient_name := _recipient(word)) is not None:
-                recipient = recipient_name
+            to = word.removeprefix(RECIPIENT)  # to=NAME or, as some models write it, functions.NAME alone
+            if to.removeprefix(FUNCTIONS) and (to != word or to.startswith(FUNCTIONS)):
+                recipient = to
             elif name != CONSTRAIN and part_channel is None and _fits(word, CHANNELS, partial):
                 channel = part_channel = word
             elif content_type is None and (name == CONSTRAIN or _fits(word, CONTENT_TYPES, partial)):
@@ -399,12 +400,6 @@ def _split(word: str) -> Sequence[str]:
         if rest and rest != word and (rest.startswith(RECIPIENT) or RECIPIENT.startswith(rest)):
             return channel, rest
     return (word,)
-
-
-def _recipient(word: str) -> str | None:
-    """Return the recipient that a word names: to=NAME or, as some models write it, functions.NAME alone."""
-    name = word.removeprefix(RECIPIENT)
-    return name if name.removeprefix(FUNCTIONS) and (name != word or name.startswith(FUNCTIONS)) else None
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
@@ -484,7 +479,7 @@ def is_plain(answer: str) -> bool:
     return _PLAIN.fullmatch(answer) is not None
 
 
-def _parse_text(answer: str) -> Iterator[Delta]:
+def _parse_text(answer: str) -> list[Delta]:
     """Parse the text of an answer that continues <|start|>assistant."""
     messages = _Messages(_new_id)
     messages.control(START)
@@ -494,14 +489,10 @@ def _parse_text(answer: str) -> Iterator[Delta]:
         if number:
             messages.finish()
         header, message, text = piece.partition(MESSAGE)
-        for index, part in enumerate(_IN_HEADER.split(header)):
-            if index % 2:  # a control token, which the pattern captures
-                messages.control(part)
-            elif part:
-                messages.text(part)
+        for index, part in enumerate(_IN_HEADER.split(header)):  # the pattern captures control tokens
+            (messages.control if index % 2 else messages.text)(part)
         if message:
             messages.control(message)
-        if text:
-            messages.text(text)
+        messages.text(text)
     messages.finish()
-    yield from messages.take()
+    return messages.take()

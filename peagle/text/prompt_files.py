@@ -23,7 +23,6 @@ A row of any layout may have a system text (SYSTEM_KEYS), `tools` and a `categor
 keys, except BOOKKEEPING. A row without a readable prompt is skipped; with `strict` it is an error.
 """
 
-import contextlib
 import dataclasses
 import functools
 import gzip
@@ -39,27 +38,29 @@ from typing import Any, NamedTuple
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable, reason_of
 from peagle.ops.settings import brief
-from peagle.text.channels import final_message, is_plain
-from peagle.text.channels import reasoning as reasoning_of
-from peagle.text.prompts import Conversation, Recorded, Rendering, check_encodable, check_text, from_ids, from_text
+from peagle.text.prompts import (
+    ASSISTANT,
+    MESSAGE_KEYS,
+    TOOL,
+    USER,
+    Conversation,
+    Recorded,
+    Rendering,
+    check_encodable,
+    check_text,
+    from_ids,
+    from_text,
+    read_messages,
+    read_text,
+    read_tools,
+)
 from peagle.text.tokenizer import Message, load_tokenizer, texts_in
 
 Row = Mapping[str, Any]
 OWN_KEYS = ("prompt", "turns", "prompt_ids")  # of this project's layout; a row has one of them
 TEXT = "text"
-USER, ASSISTANT, TOOL, SYSTEM = "user", "assistant", "tool", "system"
-ROLES = {
-    USER: ("user", "human"),
-    ASSISTANT: ("assistant", "gpt", "chatgpt", "bing", "bard", "model"),  # ShareGPT's "from", too
-    TOOL: ("tool", "function"),
-    SYSTEM: ("system", "developer"),
-}
-TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in chat completions and responses
-MESSAGE_TEXTS = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
-REASONING = ("reasoning", "reasoning_content")  # what servers call an answer's reasoning; templates: "thinking"
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
 ANSWER_KEYS = ("response", "completion", "output")  # of a row with a single prompt: what a model answered
-MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *MESSAGE_TEXTS, *REASONING}
 # keys that are not for the model: kind and source of a row, and reference answers
 BOOKKEEPING = {
     "id", "idx", "index", "key", "uid", "uuid", "hash", "name", "question_id", "prompt_id", "task_id", "unique_id",
@@ -322,7 +323,7 @@ def _read_row(row: Any, name: str) -> _Row:
     layout = _layout(row, name)
     conversation = _with_answer(_with_system(LAYOUTS[layout].read(row, name), row, name), row)
     if tools := _filled(row.get("tools")):
-        conversation = dataclasses.replace(conversation, tools=_tools(tools, f"{name}: tools"))
+        conversation = dataclasses.replace(conversation, tools=read_tools(tools, f"{name}: tools"))
     category = row.get("category")
     if isinstance(category, str) and category.strip():
         check_encodable(category, f"{name}: category")
@@ -370,7 +371,7 @@ def _layout(row: Row, name: str) -> str:
 
 def _with_system(conversation: Conversation, row: Row, name: str) -> Conversation:
     """Add the system text of the row before those of its messages."""
-    texts = [_text(row[key], f"{name}: {key}") for key in SYSTEM_KEYS if row.get(key) is not None]
+    texts = [read_text(row[key], f"{name}: {key}") for key in SYSTEM_KEYS if row.get(key) is not None]
     texts = [text for text in (*texts, conversation.system or "") if text.strip()]
     system = "\n\n".join(dict.fromkeys(texts)) or None
     return conversation if system == conversation.system else dataclasses.replace(conversation, system=system)
@@ -382,21 +383,7 @@ def _with_answer(conversation: Conversation, row: Row) -> Conversation:
     if answer is None or conversation.recorded is not None or len(conversation.turns) != 1:
         return conversation
     chat = {"role": USER, "content": conversation.turns[0]}, {"role": ASSISTANT, "content": answer}
-    return dataclasses.replace(conversation, recorded=_messages([*chat], conversation.name)[1])
-
-
-def _tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
-    """Read tools, a list or its JSON text, into the form that templates take."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    tools = []
-    for tool in value if isinstance(value, list) else [value]:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InputError(f"{name} holds {brief(tool)}; expected functions, each with a name and parameters")
-        tools.append({"type": "function", "function": {"description": "", **function}})
-    return tuple(tools)
+    return dataclasses.replace(conversation, recorded=read_messages([*chat], conversation.name)[1])
 
 
 def _own(row: Row, name: str) -> Conversation:
@@ -418,7 +405,7 @@ def _single(*keys: str) -> Callable[[Row, str], Conversation]:
     """Make the reader of a prompt that joins the texts of these keys."""
 
     def read(row: Row, name: str) -> Conversation:
-        texts = [_text(row.get(key), f"{name}: {key}") for key in keys]
+        texts = [read_text(row.get(key), f"{name}: {key}") for key in keys]
         return from_text("\n\n".join(text for text in texts if text), name)
 
     return read
@@ -442,7 +429,7 @@ def _speculators(row: Row, name: str) -> Conversation:
 
 
 def _sharegpt(row: Row, name: str) -> Conversation:
-    system, recorded = _messages(row["conversations"], f"{name}: conversations")
+    system, recorded = read_messages(row["conversations"], f"{name}: conversations")
     messages = recorded.messages
     if any(message["role"] == TOOL for message in messages):  # later turns depend on the recorded answers
         return _continuation(name, system, recorded)
@@ -453,7 +440,7 @@ def _sharegpt(row: Row, name: str) -> Conversation:
 
 
 def _openai(row: Row, name: str) -> Conversation:
-    return _continuation(name, *_messages(row["messages"], f"{name}: messages"))
+    return _continuation(name, *read_messages(row["messages"], f"{name}: messages"))
 
 
 def _continuation(name: str, system: str | None, recorded: Recorded) -> Conversation:
@@ -473,92 +460,6 @@ def _without_reasoning(message: Message) -> Message:
     if "tool_calls" in message:
         return message
     return {key: value for key, value in message.items() if key != "thinking"}
-
-
-def _messages(value: Any, name: str) -> tuple[str | None, Recorded]:
-    """Read a list of messages; return (the texts of the system, the chat)."""
-    if not isinstance(value, list):
-        raise InputError(f"{name} is {brief(value)}; expected a list of messages")
-    systems, messages, unfit = [], list[Message](), dict[int, str]()
-    for number, item in enumerate(value):
-        message = _message(item, f"{name}: message {number}")
-        if message["role"] != SYSTEM:
-            if message["role"] == ASSISTANT and (why := _unfit(message, _content(item, name))):
-                unfit[len(messages)] = why
-            messages.append(message)
-        elif message["content"].strip():
-            systems.append(message["content"])
-    return "\n\n".join(systems) or None, Recorded(tuple(messages), unfit=unfit)
-
-
-def _unfit(message: Message, text: str) -> str | None:
-    """Say why an answer cannot be trained as the model wrote it, if so. text: its content as the file spells it."""
-    num_calls = len(message.get("tool_calls", ()))
-    if not is_plain(text):
-        return "spells other channels than one of analysis and a final one; expected these, or tool_calls"
-    if num_calls > 1:
-        return f"has {num_calls} tool calls, of which a chat template shows the first; expected one"
-    if not num_calls and not message["content"].strip():
-        return "has neither content nor a tool call; expected one of them"
-    return None
-
-
-def _message(fields: Any, name: str) -> Message:
-    spelled = fields.get("role", fields.get("from")) if isinstance(fields, dict) else None
-    if not isinstance(spelled, str):
-        raise InputError(f"{name} is {brief(fields)}; expected an object with role and content, or from and value")
-    role = next((role for role, names in ROLES.items() if spelled.strip().lower() in names), None)
-    if role is None:
-        expected = ", ".join(spelling for names in ROLES.values() for spelling in names)
-        raise InputError(f"{name} has the role {brief(spelled)}; expected one of {expected}")
-    text = _content(fields, name)
-    message: dict[str, Any] = {"role": role, "content": final_message(text) if role == ASSISTANT else text}
-    message |= {key: fields[key] for key in MESSAGE_TEXTS if isinstance(fields.get(key), str)}
-    reasoning = next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), "")
-    reasoning = reasoning or (reasoning_of(text) if role == ASSISTANT else "")
-    calls = fields.get("tool_calls")
-    if not calls and fields.get("function_call"):  # OpenAI's old spelling of one call
-        calls = [{"type": "function", "function": fields["function_call"]}]
-    if calls and role != ASSISTANT:
-        raise InputError(f"{name} of the role {role} has tool_calls; expected them in an assistant's message")
-    if calls:
-        message["tool_calls"] = _calls(calls, f"{name}: tool_calls")
-        if reasoning:  # templates render one text before a call
-            message |= {"thinking": "\n\n".join(filter(None, (reasoning, message["content"]))), "content": ""}
-    elif reasoning and role == ASSISTANT:
-        message["thinking"] = reasoning
-    return message
-
-
-def _content(fields: Any, name: str) -> str:
-    return _text(fields.get("content", fields.get("value")), f"{name}: its content")
-
-
-def _calls(value: Any, name: str) -> list[Message]:
-    """Read tool calls. Arguments as JSON text become objects, as templates need them."""
-    calls: list[Message] = []
-    for call in value if isinstance(value, list) else [value]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InputError(f"{name} holds {brief(call)}; expected a function with a name and arguments")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):  # a model may write invalid JSON
-                arguments = json.loads(arguments)
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return calls
-
-
-def _text(value: Any, name: str) -> str:
-    """Read a text, or join a list of parts of text; null is empty."""
-    texts = []
-    for part in value if isinstance(value, list) else [value]:
-        is_text = isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
-        text = part.get("text") if is_text else part
-        if text is not None and not isinstance(text, str):
-            raise InputError(f"{name} is {brief(value)}; expected a text")
-        texts.append(text or "")
-    return "".join(texts)
 
 
 @dataclasses.dataclass(frozen=True)

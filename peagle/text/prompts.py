@@ -5,8 +5,10 @@ after them (`Conversation.encode`).
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -14,9 +16,21 @@ from typing import Annotated, Any, Literal
 from peagle.ops.errors import InputError
 from peagle.ops.flag import PROMPT, Flag
 from peagle.ops.settings import brief
-from peagle.text.channels import final_message
+from peagle.text.channels import final_message, is_plain
+from peagle.text.channels import reasoning as reasoning_of
 from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, parse_date, texts_in
 
+USER, ASSISTANT, TOOL, SYSTEM = "user", "assistant", "tool", "system"
+ROLES = {
+    USER: ("user", "human"),
+    ASSISTANT: ("assistant", "gpt", "chatgpt", "bing", "bard", "model"),  # ShareGPT's "from", too
+    TOOL: ("tool", "function"),
+    SYSTEM: ("system", "developer"),
+}
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in chat completions and responses
+MESSAGE_TEXTS = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
+REASONING = ("reasoning", "reasoning_content")  # what servers call an answer's reasoning; templates: "thinking"
+MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *MESSAGE_TEXTS, *REASONING}
 OPTIONS = {  # fields of Rendering, and their flags
     "system": "--system",
     "reasoning_effort": "--reasoning-effort",
@@ -194,6 +208,106 @@ def chat_messages(
     for turn, answer in zip(turns[:-1], answers, strict=True):
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": final_message(answer)}]
     return [*messages, *({"role": "user", "content": turn} for turn in turns[-1:])]
+
+
+def read_messages(value: Any, name: str) -> tuple[str | None, Recorded]:
+    """Read a list of messages; return (the texts of the system, the chat)."""
+    if not isinstance(value, list):
+        raise InputError(f"{name} is {brief(value)}; expected a list of messages")
+    systems, messages, unfit = [], list[Message](), dict[int, str]()
+    for number, item in enumerate(value):
+        message = _message(item, f"{name}: message {number}")
+        if message["role"] != SYSTEM:
+            if message["role"] == ASSISTANT and (why := _unfit(message, _content(item, name))):
+                unfit[len(messages)] = why
+            messages.append(message)
+        elif message["content"].strip():
+            systems.append(message["content"])
+    return "\n\n".join(systems) or None, Recorded(tuple(messages), unfit=unfit)
+
+
+def _unfit(message: Message, text: str) -> str | None:
+    """Say why an answer cannot be trained as the model wrote it, if so. text: its content as the file spells it."""
+    num_calls = len(message.get("tool_calls", ()))
+    if not is_plain(text):
+        return "spells other channels than one of analysis and a final one; expected these, or tool_calls"
+    if num_calls > 1:
+        return f"has {num_calls} tool calls, of which a chat template shows the first; expected one"
+    if not num_calls and not message["content"].strip():
+        return "has neither content nor a tool call; expected one of them"
+    return None
+
+
+def _message(fields: Any, name: str) -> Message:
+    spelled = fields.get("role", fields.get("from")) if isinstance(fields, dict) else None
+    if not isinstance(spelled, str):
+        raise InputError(f"{name} is {brief(fields)}; expected an object with role and content, or from and value")
+    role = next((role for role, names in ROLES.items() if spelled.strip().lower() in names), None)
+    if role is None:
+        expected = ", ".join(spelling for names in ROLES.values() for spelling in names)
+        raise InputError(f"{name} has the role {brief(spelled)}; expected one of {expected}")
+    text = _content(fields, name)
+    message: dict[str, Any] = {"role": role, "content": final_message(text) if role == ASSISTANT else text}
+    message |= {key: fields[key] for key in MESSAGE_TEXTS if isinstance(fields.get(key), str)}
+    reasoning = next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), "")
+    reasoning = reasoning or (reasoning_of(text) if role == ASSISTANT else "")
+    calls = fields.get("tool_calls")
+    if not calls and fields.get("function_call"):  # OpenAI's old spelling of one call
+        calls = [{"type": "function", "function": fields["function_call"]}]
+    if calls and role != ASSISTANT:
+        raise InputError(f"{name} of the role {role} has tool_calls; expected them in an assistant's message")
+    if calls:
+        message["tool_calls"] = _calls(calls, f"{name}: tool_calls")
+        if reasoning:  # templates render one text before a call
+            message |= {"thinking": "\n\n".join(filter(None, (reasoning, message["content"]))), "content": ""}
+    elif reasoning and role == ASSISTANT:
+        message["thinking"] = reasoning
+    return message
+
+
+def _content(fields: Any, name: str) -> str:
+    return read_text(fields.get("content", fields.get("value")), f"{name}: its content")
+
+
+def _calls(value: Any, name: str) -> list[Message]:
+    """Read tool calls. Arguments as JSON text become objects, as templates need them."""
+    calls: list[Message] = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InputError(f"{name} holds {brief(call)}; expected a function with a name and arguments")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):  # a model may write invalid JSON
+                arguments = json.loads(arguments)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def read_text(value: Any, name: str) -> str:
+    """Read a text, or join a list of parts of text; null is empty."""
+    texts = []
+    for part in value if isinstance(value, list) else [value]:
+        is_text = isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
+        text = part.get("text") if is_text else part
+        if text is not None and not isinstance(text, str):
+            raise InputError(f"{name} is {brief(value)}; expected a text")
+        texts.append(text or "")
+    return "".join(texts)
+
+
+def read_tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
+    """Read tools, a list or its JSON text, into the form that templates take."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    tools = []
+    for tool in value if isinstance(value, list) else [value]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InputError(f"{name} holds {brief(tool)}; expected functions, each with a name and parameters")
+        tools.append({"type": "function", "function": {"description": "", **function}})
+    return tuple(tools)
 
 
 def from_text(text: str, name: str = "the prompt") -> Conversation:

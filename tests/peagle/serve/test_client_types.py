@@ -61,7 +61,7 @@ def _literals(hint: Any) -> Iterator[str]:
 
 def test_each_tool_of_a_response_is_offered_or_left_out() -> None:
     known = set(kinds_of(of_responses.ToolParam))
-    assert known - set(bodies.HOSTED) == {"function", "custom", "namespace"}
+    assert known - set(response_bodies.HOSTED) == {"function", "custom", "namespace"}
 
 
 READ = {
