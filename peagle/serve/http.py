@@ -62,26 +62,21 @@ async def read_body(request: Request, most: int) -> bytes:
     encoding = request.headers.get("content-encoding", "")
     if encoding.lower() not in ("", "identity"):
         raise ApiError(415, f"the body's content encoding is {brief(encoding)}; expected none: send plain JSON")
+    too_large = ApiError(413, f"the body has more than {most} bytes, the most that this server reads; send less")
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
+        raise too_large
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_PATIENCE_S):
-            return await _read_body(request, most)
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise too_large
     except TimeoutError:
         message = f"the body was not complete within {BODY_PATIENCE_S:g} seconds; send it at once"
         raise ApiError(408, message) from None
-
-
-async def _read_body(request: Request, most: int) -> bytes:
-    error = ApiError(413, f"the body has more than {most} bytes, the most that this server reads; send less")
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
-        raise error
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise error
-        parts.append(part)
-    return b"".join(parts)
+    return bytes(body)
 
 
 def parse(kind: type[BodyT], body: bytes, context: int | None = None) -> BodyT:

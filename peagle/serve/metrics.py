@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import TokenChunk
 from peagle.ops.attention import PAGE_SIZE
-from peagle.result import Assembler, Counters, Piece, Result
+from peagle.result import Assembler, Piece, Result
 from peagle.serve.engine_loop import EngineLoop, Loop
 
 LABELS = ("model_name", "engine")
@@ -158,15 +158,16 @@ class Metrics:
         for name, value in values.items():
             self._histograms[name].observe(value)
 
-    def count_steps(self, counters: Counters) -> None:
+    def count_steps(self, steps: Sequence[StepRecord]) -> None:
+        """Count the steps that drafted."""
+        drafting = [step for step in steps if step.draft_token_ids]
         self.count(
-            spec_decode_num_drafts=counters.num_steps,
-            spec_decode_num_draft_tokens=counters.num_drafted,
-            spec_decode_num_accepted_tokens=counters.num_accepted,
+            spec_decode_num_drafts=len(drafting),
+            spec_decode_num_draft_tokens=sum(len(step.draft_token_ids) for step in drafting),
+            spec_decode_num_accepted_tokens=sum(step.num_accepted for step in drafting),
         )
-        for position, accepted in enumerate(counters.accepted_per_position):
-            if accepted:
-                self._per_position[str(position)].inc(accepted)
+        for position in itertools.chain.from_iterable(range(step.num_accepted) for step in drafting):
+            self._per_position[str(position)].inc()
 
     def count_end(self, reason: str) -> None:
         self._ended[reason].inc()
@@ -207,8 +208,7 @@ class AnswerMetrics:
             else:
                 metrics.observe(inter_token_latency_seconds=chunk.time_s - self._last_s)
             self._last_s = chunk.time_s
-        if piece.steps:
-            metrics.count_steps(Counters.of(piece.steps, assembler.num_speculative_tokens))
+        metrics.count_steps(piece.steps)
         if piece.finish_reason is not None:
             self.end(piece.finish_reason)
 

@@ -20,8 +20,7 @@ class OpenAnswers:
     """Submit requests to the engine and read their answers. Raises as `Loop.submit` does.
 
     channels: parse the answers' channels; stop strings then apply to content messages. constraint: the field of the
-    grammar, named in its errors. decode=False: max_tokens is 0, so only the prompt is echoed. metrics: count the
-    answers.
+    grammar, named in its errors. decode=False: max_tokens is 0, so only the prompt is echoed.
     """
 
     def __init__(
@@ -29,10 +28,10 @@ class OpenAnswers:
         loop: Loop,
         requests: Sequence[Request],
         tokenizer: Tokenizer | None,
+        metrics: Metrics,
         channels: bool = False,
         constraint: str | None = None,
         decode: bool = True,
-        metrics: Metrics | None = None,
     ) -> None:
         self._constraint = constraint
         self._assemblers = [
@@ -48,10 +47,8 @@ class OpenAnswers:
             for index, request in enumerate(requests)
         ]
         self._call = (loop.submit if decode else loop.echo)(requests)
-        self._counted: list[AnswerMetrics] = []
-        if metrics is not None:
-            num_answers = 1 + max(request.index for request in requests)  # to each prompt
-            self._counted = [AnswerMetrics(metrics, assembler, num_answers) for assembler in self._assemblers]
+        num_answers = 1 + max(request.index for request in requests)  # to each prompt
+        self._counted = [AnswerMetrics(metrics, assembler, num_answers) for assembler in self._assemblers]
 
     async def chunks(self) -> AsyncGenerator[Piece, None]:
         """Yield pieces until all answers have ended. Aborts the requests if the reader stops early."""
@@ -81,8 +78,7 @@ class OpenAnswers:
 
     def _read(self, job: Job, chunk: TokenChunk) -> Piece:
         piece = self._assemblers[job.index].add(chunk)
-        if self._counted:
-            self._counted[job.index].add(piece)
+        self._counted[job.index].add(piece)
         if piece.finish_reason != chunk.finish_reason:  # a stop string ended the answer
             self._call.abort(job)
         return piece

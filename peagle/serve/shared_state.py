@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.settings import brief
@@ -104,7 +103,7 @@ class SharedState:
     ) -> Generation:
         """Send the requests of a body to the engine. options: see `OpenAnswers`."""
         tokenizer, field = self.builder.pair.tokenizer, constraint_field(body)
-        outputs = OpenAnswers(self.loop, requests, tokenizer, constraint=field, metrics=self.metrics, **options)
+        outputs = OpenAnswers(self.loop, requests, tokenizer, self.metrics, constraint=field, **options)
         return Generation(body.stream, formatter, outputs)
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:

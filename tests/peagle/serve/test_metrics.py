@@ -87,7 +87,7 @@ def test_the_times_of_an_answer_add_up(make: Make) -> None:
 def outputs_of(service: SharedState, count: int = 1, **fields: Any) -> OpenAnswers:
     sampling = SamplingParams(seed=1)
     requests = [Request((40, 41, 42), 30, sampling, (), index=index, **fields) for index in range(count)]
-    return OpenAnswers(service.loop, requests, service.builder.pair.tokenizer, metrics=service.metrics)
+    return OpenAnswers(service.loop, requests, service.builder.pair.tokenizer, service.metrics)
 
 
 def counted(service: SharedState, *names: str) -> list[float]:

@@ -20,6 +20,7 @@ from peagle.serve.completions import CompletionFormatter
 from peagle.serve.engine_loop import Call, Loop
 from peagle.serve.formatter import ResponseFormatter
 from peagle.serve.http import parse
+from peagle.serve.metrics import Metrics
 from peagle.serve.open_answers import OpenAnswers
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.response_chat import as_chat
@@ -133,7 +134,7 @@ class Answer:
         prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
         request = Request(prompt, 1000, stop=self.stop if stop else (), logprobs=1)
         loop = Chunks(self.ids(tokenizer), self.ends, self.end)
-        return OpenAnswers(loop, [request], tokenizer, channels=channels)
+        return OpenAnswers(loop, [request], tokenizer, Metrics(loop, MODEL), channels=channels)
 
 
 WRITTEN = st.builds(Answer, ANSWERS, PARTIAL, st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
