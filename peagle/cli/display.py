@@ -19,8 +19,7 @@ from peagle.result import Result
 from peagle.stream import show_ids
 from peagle.text.channels import ChannelParser, Delta
 from peagle.text.tokenizer import Tokenizer
-from peagle.workflows.run import Observer
-from peagle.workflows.run import Stage as RunStage
+from peagle.workflows.run import Observer, RunStage
 
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 LINE_SECONDS: float = 10.0  # between two lines of progress, if standard error is no terminal

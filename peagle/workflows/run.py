@@ -127,7 +127,7 @@ class Run:
         return self.costs is not None and not self.costs.can_gain(1, self.engine.num_drafts)
 
 
-Stage = Literal["compiling", "measuring", "decoding", "comparing", "profiling"]
+RunStage = Literal["compiling", "measuring", "decoding", "comparing", "profiling"]
 
 
 def _ignore(*_: object) -> None:
@@ -144,7 +144,7 @@ class Observer:
     peagle.result.Piece). shows_drafts: it needs the parts.
     """
 
-    stage: Callable[[Stage, int, int], object] = _ignore
+    stage: Callable[[RunStage, int, int], object] = _ignore
     compared: Callable[[int, int], object] = _ignore
     started: Callable[[Request, int | None], object] = _ignore
     emitted: Callable[[Request, Sequence[int], str, Sequence[tuple[str, int]]], object] = _ignore
