@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from peagle.engine.devices.replicas import AnyEngine
-from peagle.engine.request import TokenChunk
+from peagle.engine.request import StepRecord, TokenChunk
 from peagle.ops.attention import PAGE_SIZE
 from peagle.result import Assembler, Piece, Result
 from peagle.serve.engine_loop import EngineLoop, Loop
