@@ -44,7 +44,7 @@ KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
     "Keep the keys and values of prompts and answers for later prompts that begin with them. SIZE: extra memory for "
     "them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it."
 )
-AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to save time (peagle.engine.auto.widths)
+AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to save time (peagle.engine.auto)
 NumDrafts = int | str | None  # K as users say it (`Drafts.parse`)
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
@@ -64,7 +64,7 @@ def read_bias(typed: str) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Drafts:
-    """K, parsed: the most tokens that a step drafts, and whether steps choose how many (peagle.engine.auto.widths)."""
+    """K, parsed: the most tokens that a step drafts, and whether steps choose how many (peagle.engine.auto)."""
 
     most: int
     adaptive: bool = False

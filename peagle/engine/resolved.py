@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
-from peagle.engine.auto.widths import Counts
+from peagle.engine.auto.state import Counts
 from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 
@@ -23,7 +23,7 @@ class ResolvedConfig(EngineConfig):
     kv_memory            None: for the context of every slot, MOST_RESERVED positions at most
     steps_per_dispatch   changes when tokens reach the host, never which tokens
     adaptive             steps choose how many drafts to verify, num_drafts at most, by costs measured
-                         at warm-up (peagle.engine.auto.widths)
+                         at warm-up (peagle.engine.auto)
     counts               the acceptance that adaptive steps start from
     k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
     mask_budget_s        processor time of a request's masks in a step. A request whose masks take longer stops

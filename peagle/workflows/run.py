@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.config import Drafts, EngineConfig, SamplingParams
-from peagle.engine.auto.widths import CostTable
+from peagle.engine.auto.costs import CostTable
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.handle import Handle
 from peagle.engine.memory.kv_memory import PrefixCacheUse

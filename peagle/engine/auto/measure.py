@@ -16,7 +16,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from peagle.engine.auto.widths import CostTable, StepCosts
+from peagle.engine.auto.costs import CostTable, StepCosts
 from peagle.ops import native
 from peagle.ops.files import cache_directory, write_cached
 from peagle.ops.processors import thread_times

@@ -1,12 +1,11 @@
 """Read and write speculation.json, which says how a drafter in the same folder drafts."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.engine.auto.widths import EDGES, NUM_BINS, Counts
+from peagle.engine.auto.state import EDGES, NUM_BINS, Counts
 from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole, writing
 from peagle.ops.strict_json import dumps
@@ -34,19 +33,13 @@ def read_speculation(directory: Path) -> Speculation:
     Raises InputError for a malformed file.
     """
     path = directory / SPECULATION_FILE
-    if not path.is_file():
-        return Speculation()
-    value = _object(path)
+    value, counts = _object(path), None
     try:
-        speculation = Speculation()
-        if "num_speculative_tokens" in value:
-            speculation = Speculation(_whole(value["num_speculative_tokens"], least=1))
         if "acceptance" in value:
             if value.get("edges") != list(EDGES):
                 raise ValueError
             counts = tuple(_positions(value["acceptance"][kind]) for kind in _KINDS)
-            speculation = dataclasses.replace(speculation, counts=counts)
-        return speculation
+        return Speculation(_at_least_1(value.get("num_speculative_tokens", DEFAULT_DRAFTS)), counts)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InputError(
             f'{path} does not say how to draft; expected {{"num_speculative_tokens": 7}}, and "acceptance" as peagle '
@@ -60,17 +53,16 @@ def read_window(directory: Path) -> int | Literal["off"] | None:
     Raises InputError for any other value.
     """
     path = directory / SPECULATION_FILE
-    if not path.is_file():
-        return None
     window = _object(path).get(WINDOW_KEY)
     if window is None or window == OFF:
         return window
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+    try:
+        return _at_least_1(window)
+    except ValueError:
         raise InputError(
             f"{path} names the {WINDOW_KEY} {window!r}; expected the positions that the drafter sees, 1 or more, or "
             f'"{OFF}": correct it, or remove it'
-        )
-    return window
+        ) from None
 
 
 def speculation_file(path: Path) -> Path:
@@ -103,6 +95,9 @@ def write_speculation(file: Path, speculation: Speculation, **origin: Any) -> No
 
 
 def _object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a missing file is an empty one."""
+    if not path.is_file():
+        return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -112,8 +107,8 @@ def _object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _whole(number: Any, least: int = 0) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+def _at_least_1(number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError
     return number
 

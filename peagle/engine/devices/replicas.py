@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 import jax
 
+from peagle.engine.auto.costs import CostTable
 from peagle.engine.auto.measure import Measuring
-from peagle.engine.auto.widths import CostTable
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.handoff import HandOff

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from peagle.engine.auto.costs import CostTable
 from peagle.engine.auto.measure import Measuring
-from peagle.engine.auto.widths import CostTable
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host import collect, handoff
 from peagle.engine.host.admission import Admission

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from peagle.engine.auto.widths import Counts, Learned
+from peagle.engine.auto.state import AutoState, Counts
 from peagle.engine.host import programs
 from peagle.engine.host.programs import ProgramShape
 from peagle.engine.step.prefill import Prefilled
@@ -136,7 +136,7 @@ class Executor:
     def steps(self, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind) -> jax.Array:
         """Dispatch `count` steps of the slots of a plan (`step_plan`); return their packed outputs.
 
-        costs: packed (peagle.engine.auto.widths.StepCosts) for adaptive steps, empty for others. Starts the copy of the
+        costs: packed (peagle.engine.auto.costs.StepCosts) for adaptive steps, empty for others. Starts the copy of the
         outputs to the host and waits for nothing.
         """
         program, operands = self.prepared_steps(self.state, plan, costs, count, kind)
@@ -230,17 +230,13 @@ class Executor:
     def relearn(self, blank: bool = False) -> None:
         """Forget what steps have learned. blank: also the recorded counts of the shape."""
         counts = None if blank else self.shape.counts
-        learned = Learned.start(self._num_sources, self.shape.num_drafts, counts)
-        self._state = dataclasses.replace(self.state, learned=learned)
+        auto = AutoState.start(self.shape.slots, self.shape.num_drafts, self._num_sources, counts)
+        self._state = dataclasses.replace(self.state, auto=auto)
 
     def counts(self) -> Counts:
         """Read the drafter's counts since `relearn(blank=True)`. Waits for all dispatches."""
-        assert self.state.learned is not None
-        begun = Learned.start(1, self.shape.num_drafts)
-        pairs = ((self.state.learned.tried, begun.tried), (self.state.learned.accepted, begun.accepted))
-        tried, accepted = (np.maximum(np.asarray(now)[0] - np.asarray(then)[0], 0.0) for now, then in pairs)
-        both = np.stack([tried, np.minimum(accepted, tried)], axis=-1).round(2).tolist()
-        return tuple(tuple(tuple((t, a) for t, a in bins) for bins in kind) for kind in both)
+        assert self.state.auto is not None
+        return self.state.auto.counts()
 
     def read_pages(self, layer: int, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Copy pages of a layer to the host: (keys, values). Layers: the target's, then the drafter's."""
@@ -280,7 +276,7 @@ class Executor:
 
 def _unused_leaves(kind: StepKind) -> list[str]:
     """Name the leaves of the state that steps of a kind do not take, because every leaf costs host time."""
-    names = [] if kind.num_drafts else ["drafter_state", "lookup_state", "learned"]
+    names = [] if kind.num_drafts else ["drafter_state", "lookup_state", "auto"]
     names += [] if kind.keep_drafter_input else ["drafter_input"]
     return names if kind.full_logits else [*names, "adjustments"]
 

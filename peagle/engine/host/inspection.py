@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from peagle.engine.auto.widths import Counts
+from peagle.engine.auto.state import Counts
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.executor import Executor
 from peagle.engine.request import Request
 
 
 def count_acceptance(engine: Engine, requests: Sequence[Request]) -> Counts:
-    """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.auto.widths).
+    """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.auto).
 
     For an adaptive engine. Afterwards its steps start from the recorded counts again.
     """

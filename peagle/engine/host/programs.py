@@ -12,16 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.engine.auto.widths import Counts
+from peagle.engine.auto.state import Counts
 from peagle.engine.host.pass_plans import read_chunk_plan, read_step_plan
 from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.step.adjust import adjust
+from peagle.engine.step.dispatch import steps
+from peagle.engine.step.drafter_input import absorb
 from peagle.engine.step.prefill import Prefilled, prefill
-from peagle.engine.step.propose import Proposed, absorb, propose
+from peagle.engine.step.propose import Proposed, propose
 from peagle.engine.step.sampling import LogProbs, choose, draw_keys, log_probs
 from peagle.engine.step.state import DecodeState, SlotParams, admit, init_state, put, take
-from peagle.engine.step.step import accept_and_commit, steps, verify
+from peagle.engine.step.step import accept_and_commit, verify
 from peagle.engine.step.step_kinds import StepKind
 from peagle.ops import native
 from peagle.ops.attention import PagedCache, Pages
@@ -47,7 +49,7 @@ class ProgramShape:
     num_pages, table_widths   of each cache group: of its pool, and of a request's table
     num_target_groups         how many of these groups are the target's; the drafter's follow
     adaptive                  some steps are (StepKind)
-    counts                    the acceptance that adaptive steps start from (peagle.engine.auto.widths.Learned)
+    counts                    the acceptance that adaptive steps start from (peagle.engine.auto.state)
     """
 
     slots: int

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from peagle.engine.auto.widths import CostTable
+from peagle.engine.auto.costs import CostTable
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.pass_plans import chunk_plan, step_plan
 from peagle.engine.host.scheduler import PromptPiece

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from peagle.engine.auto import measure
+from peagle.engine.auto.costs import CostTable
 from peagle.engine.auto.measure import Case, Measuring
-from peagle.engine.auto.widths import CostTable
 from peagle.engine.host.executor import Executor
 from peagle.engine.host.handoff import Fingerprints
 from peagle.engine.host.pass_plans import chunk_plan, step_plan

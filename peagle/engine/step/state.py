@@ -8,7 +8,7 @@ The slot is the leading axis of every leaf but the pages, which all slots share.
                        first_position + num - 1 = length - 1. They have no gap if `drafting` is ALWAYS
     remaining          counts the tokens that may still be emitted
     drafting           says which sources may draft (peagle.engine.request.Drafting)
-    pace               says how often the slot drafts, in adaptive engines; all slots share `learned`
+    auto               remembers what drafting gained, in adaptive engines
 
 A pass runs over the slots that the host names, gathered into a batch. The rows of a done slot, and of a batch entry
 without a slot, have position -1: they write and emit nothing.
@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from peagle.engine.auto.widths import Counts, Learned, Pace
+from peagle.engine.auto.costs import StepCosts
+from peagle.engine.auto.state import AutoState, Counts, Slots
 from peagle.engine.request import MOST_STOP_TOKENS, Drafting, Request, fold_seed
 from peagle.engine.step.adjust import Adjustments
 from peagle.engine.step.masks import all_allowed
@@ -51,8 +52,7 @@ class DecodeState:
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
     adjustments: Adjustments | None  # taken by steps that need full logits (StepKind)
-    pace: Pace | None = None
-    learned: Learned | None = None  # without a slot axis
+    auto: AutoState | None = None  # all slots share a part of it
     lookup_state: PyTree = None  # of the lookup drafter; the slot is the leading axis
 
     @property
@@ -68,6 +68,11 @@ class DecodeState:
     def uses_drafter(self) -> jax.Array:
         """[B]: active slots whose rows the drafter reads, now or later."""
         return ~self.done & (self.drafting == Drafting.ALWAYS)
+
+    def auto_slots(self, costs: StepCosts) -> Slots:
+        """Describe the slots for peagle.engine.auto."""
+        assert self.auto is not None
+        return Slots(~self.done, ~self.sampling.greedy, costs, jnp.maximum(self.auto.rate, 1.0))
 
 
 @flax.struct.dataclass
@@ -178,8 +183,7 @@ def init_state(
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
         adjustments=Adjustments.none(slots, target.vocab_size),
-        pace=Pace.start(real, num_drafts, num_sources) if adaptive else None,
-        learned=Learned.start(num_sources, num_drafts, counts) if adaptive else None,
+        auto=AutoState.start(slots, num_drafts, num_sources, counts) if adaptive else None,
         lookup_state=None if lookup is None else lookup.init_state(slots, capacity, max(2 * num_drafts, INPUT_ROOM)),
     )
 
@@ -206,7 +210,7 @@ def take(state: DecodeState, batch: SlotBatch, input_rows: int | None, adjusts: 
         target_cache=None,  # type: ignore[arg-type]
         drafter_state=None if paged else drafter_state,
         adjustments=state.adjustments if adjusts else None,
-        learned=None,
+        auto=None,
     )
     taken: DecodeState = jax.tree.map(rows, led_by_slot)
     return dataclasses.replace(
@@ -214,7 +218,7 @@ def take(state: DecodeState, batch: SlotBatch, input_rows: int | None, adjusts: 
         target_cache=PagedCache(state.target_cache.pages, batch.target_tables),
         drafter_state=PagedCache(drafter_state.pages, batch.drafter_tables) if paged else taken.drafter_state,
         done=taken.done | (slots >= state.slots),
-        learned=state.learned,
+        auto=state.auto and state.auto.map_slots(rows),
     )
 
 
@@ -249,7 +253,7 @@ def put(state: DecodeState, batch: SlotBatch, after: DecodeState) -> DecodeState
         drafter_state = jax.tree.map(rows, state.drafter_state, drafter_state)
     # a whole batch also holds inactive slots: done within the pass, restored afterwards
     done = jnp.where(slots >= state.slots, state.done, after.done) if whole else rows(state.done, after.done)
-    names = ["length", "pending_token", "remaining", "drafting", "pace", "lookup_state"]
+    names = ["length", "pending_token", "remaining", "drafting", "lookup_state"]
     names += ["adjustments"] if after.adjustments is not None else []
     changed = {name: jax.tree.map(rows, getattr(state, name), getattr(after, name)) for name in names}
     return dataclasses.replace(
@@ -259,7 +263,7 @@ def put(state: DecodeState, batch: SlotBatch, after: DecodeState) -> DecodeState
         target_cache=PagedCache(after.target_cache.pages, ()),
         drafter_state=drafter_state,
         done=done,
-        learned=after.learned,
+        auto=state.auto and after.auto and after.auto.map_slots(lambda leaf, into: rows(into, leaf), state.auto),
     )
 
 
@@ -290,12 +294,6 @@ def admit(
             rows(drafter_input.num, jnp.ones_like(length)),
             rows(drafter_input.first_position, length - 1),
         )
-    pace = state.pace
-    if pace is not None:
-        assert state.learned is not None
-        num_sources, _, num_drafts, _ = state.learned.tried.shape
-        profit = state.learned.profit[(~params.sampling.greedy).astype(jnp.int32)]
-        pace = jax.tree.map(rows, pace, Pace.start(profit, num_drafts, num_sources))
     stops = jnp.any(token_ids[:, None] == params.stop_token_ids, axis=1)
     emitted = params.adjustments.emitted(token_ids[:, None], jnp.ones_like(token_ids[:, None], dtype=bool))
     return dataclasses.replace(
@@ -309,5 +307,5 @@ def admit(
         stop_token_ids=rows(state.stop_token_ids, params.stop_token_ids),
         sampling=jax.tree.map(rows, state.sampling, params.sampling),
         adjustments=jax.tree.map(rows, state.adjustments, emitted),
-        pace=pace,
+        auto=state.auto and state.auto.map_slots(rows, state.auto.entered(~params.sampling.greedy)),
     )

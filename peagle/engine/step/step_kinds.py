@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from peagle.engine.auto.widths import StepCosts
+from peagle.engine.auto.costs import StepCosts
 from peagle.engine.step.sampling import LogProbs
 
 DRAFTING_BITS = 2  # of a packed output, above caught_up and source, below num_drafted

@@ -14,7 +14,7 @@ import numpy as np
 from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
 from peagle.engine.auto.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
-from peagle.engine.auto.widths import MIDDLES, Counts
+from peagle.engine.auto.state import MIDDLES, Counts
 from peagle.engine.host.inspection import count_acceptance
 from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.plan import Plan

@@ -17,7 +17,7 @@ import pytest
 from peagle.cli import run_speculate
 from peagle.cli.display import Display
 from peagle.cli.results import speedup_text
-from peagle.engine.auto.widths import CostTable
+from peagle.engine.auto.costs import CostTable
 from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.text.tokenizer import Tokenizer, detokenize

@@ -12,7 +12,9 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.auto.widths import FIRST_PROFIT, LOSS_FRAC, PROFIT_TRIES, CostTable, Learned, StepCosts
+from peagle.engine.auto.costs import CostTable, StepCosts
+from peagle.engine.auto.learn import PROFIT_TRIES
+from peagle.engine.auto.state import FIRST_PROFIT, LOSS_FRAC, AutoState
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import EngineError
 from peagle.engine.host.inspection import count_acceptance, step_programs
@@ -588,7 +590,7 @@ def test_counted_acceptance_is_that_of_a_fixed_k(target, plain) -> None:
     np.testing.assert_array_equal(greedy[..., 1].sum(axis=1), expected.accepted_per_position)
     assert not sampled.any()
     assert engine.costs is costs
-    np.testing.assert_array_equal(engine.executor.state.learned.tried, Learned.start(2, 3).tried)
+    np.testing.assert_array_equal(engine.executor.state.auto.tried, AutoState.start(1, 3, 2).tried)
     assert run(engine, requests) == [plain[0][:50]]
 
 
@@ -619,8 +621,8 @@ def test_cost_of_drafting_is_measured_once_per_number_of_rows(target, plain) -> 
         )
         assert all(1 <= time < float("inf") for _, time in costs.verify[number])
         assert all(0 <= time < float("inf") for _, time in costs.draft[number])
-    first = Learned.start(1, 3)
-    np.testing.assert_array_equal(engine.executor.state.learned.tried, first.tried)  # measuring teaches nothing
+    first = AutoState.start(2, 3, 1)
+    np.testing.assert_array_equal(engine.executor.state.auto.tried, first.tried)  # measuring teaches nothing
     engine.warm_up()
     assert engine.costs is costs
     requests = [Request(PROMPTS[0], 30), Request(PROMPTS[1], 30)]

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.auto.widths import CostTable
+from peagle.engine.auto.costs import CostTable
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.handoff import Fingerprints, HandOff, parse

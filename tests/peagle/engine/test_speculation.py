@@ -14,7 +14,7 @@ from peagle.engine.auto.speculation import (
     speculation_file,
     write_speculation,
 )
-from peagle.engine.auto.widths import EDGES, NUM_BINS
+from peagle.engine.auto.state import EDGES, NUM_BINS
 from peagle.ops.errors import InputError
 
 COUNTS = tuple(tuple(tuple((float(n + k), float(n)) for n in range(NUM_BINS)) for k in range(2)) for _ in range(2))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from peagle.engine.auto.speculation import Speculation, read_speculation
-from peagle.engine.auto.widths import MIDDLES, NUM_BINS
+from peagle.engine.auto.state import MIDDLES, NUM_BINS
 from peagle.measure.reports import markdown
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.calibration import Calibration, calibrations_of

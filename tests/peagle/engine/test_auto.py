@@ -1,30 +1,22 @@
-"""How many drafts are verified: pure functions of counts and times."""
+"""What auto chooses and learns: pure functions of counts and times."""
 
+import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.engine.auto.widths import (
-    CALIBRATION_STEPS,
-    EDGES,
-    FIRST_PROFIT,
-    HORIZON,
-    LOSS_FRAC,
-    MOST_PAUSE,
-    NUM_BINS,
-    CostTable,
-    Learned,
-    Pace,
-    StepCosts,
-    choose_drafts,
-    choose_widths,
-    gains_of,
-)
+from peagle.engine.auto.choose import Drafts, choose_drafts, choose_widths, gains_of
+from peagle.engine.auto.costs import CostTable, StepCosts
+from peagle.engine.auto.learn import CALIBRATION_STEPS, HORIZON, count_drafts, update_gains, update_profit
+from peagle.engine.auto.state import EDGES, FIRST_PROFIT, LOSS_FRAC, MOST_PAUSE, NUM_BINS, AutoState, Slots
+from peagle.ops.messages import DraftOutput
 
 K = 3
 
@@ -33,6 +25,27 @@ def costs_of(size: int, verify: list[float]) -> StepCosts:
     """Costs of a batch; drafting is free."""
     assert len(verify) == size * (K + 1) + 1
     return StepCosts(np.asarray(verify, np.float32), np.zeros((size * K + 1,), np.float32))
+
+
+def slots_of(active: int, costs: StepCosts | None = None, rate: float = 1.0, sampled: Sequence[bool] = ()) -> Slots:
+    """Slots of which all are active, greedy unless named."""
+    kinds = jnp.asarray(sampled or [False] * active)
+    return Slots(jnp.ones((active,), bool), kinds, costs or StepCosts.unknown(active, K), jnp.float32(rate))
+
+
+def survival_of(auto: AutoState, source: int, sampled: jax.Array, confidence: jax.Array) -> jax.Array:
+    """The survival of drafts by the counts, in slots that begin."""
+    slots = Slots(jnp.ones_like(sampled), sampled, StepCosts.unknown(len(sampled), K), 1.0)
+    draft = DraftOutput(jnp.zeros(confidence.shape, jnp.int32), confidence=confidence)
+    auto = auto.entered(sampled)
+    return Drafts.of(auto, slots, source, draft, jnp.full(sampled.shape, confidence.shape[1])).survival
+
+
+def drafts_of(confidence: jax.Array, expected: jax.Array | None = None) -> Drafts:
+    """Drafts of all sources, of this confidence [B, source, K]."""
+    none = jnp.zeros(confidence.shape)
+    expected = none[..., 0] if expected is None else expected
+    return Drafts(none, confidence, none[..., 0], expected, none, none)
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,9 +58,7 @@ def test_no_other_choice_of_rows_is_worth_more(data: st.DataObject) -> None:
     verify = data.draw(st.lists(st.floats(0.0, 4.0, width=32), min_size=2 * K + 3, max_size=2 * K + 3))
     rate = data.draw(st.floats(1.0, 2.0, width=32))
     costs = costs_of(2, verify)
-    widths = choose_widths(
-        jnp.asarray(survival), jnp.asarray(limits), jnp.asarray(2), costs, jnp.asarray(rate, jnp.float32)
-    )
+    widths = choose_widths(jnp.asarray(survival), jnp.asarray(limits), slots_of(2, costs, rate))
 
     def gain(choice: tuple[int, ...]) -> float:
         tokens = sum(float(survival[b, :width].sum()) for b, width in enumerate(choice))
@@ -62,21 +73,20 @@ def test_no_other_choice_of_rows_is_worth_more(data: st.DataObject) -> None:
 def test_without_measured_times_every_draft_is_verified() -> None:
     survival = jnp.asarray([[0.9, 0.5, 0.01]] * 2)
     for size, limits in ((1, [2]), (2, [3, 1])):
-        costs = StepCosts.unknown(size, K)
-        widths = choose_widths(survival[:size], jnp.asarray(limits), jnp.asarray(size), costs, jnp.ones(()))
+        widths = choose_widths(survival[:size], jnp.asarray(limits), slots_of(size))
         assert widths.tolist() == limits
 
 
 def test_equal_drafts_are_taken_from_the_first_position_on() -> None:
     costs = costs_of(2, [0, 0, 1.0, 1.3, 1.6, 9, 9, 9, 9])
-    widths = choose_widths(jnp.ones((2, K)), jnp.asarray([3, 3]), jnp.asarray(2), costs, jnp.ones(()))
+    widths = choose_widths(jnp.ones((2, K)), jnp.asarray([3, 3]), slots_of(2, costs))
     assert widths.tolist() == [2, 0]
 
 
 def test_chances_are_those_that_were_counted() -> None:
     """By source, kind of choice, position and bin; a chance counts only after the drafts before it."""
     rng = np.random.default_rng(3)
-    learned, tried, accepted = Learned.start(2, K), *np.zeros((2, 2, 2, K, NUM_BINS))
+    auto, tried, accepted = AutoState.start(4, K, 2), *np.zeros((2, 2, 2, K, NUM_BINS))
     low, high = (0.0, *EDGES), (*EDGES, 1.0)
     for _ in range(40):
         source, sampled = int(rng.integers(2)), rng.random(4) < 0.5
@@ -86,81 +96,79 @@ def test_chances_are_those_that_were_counted() -> None:
         of_source = (np.arange(2) == source)[None, :, None]
         both = (np.repeat(values[:, None], 2, axis=1) for values in (confidence, known, right))
         confidences, knowns, rights = map(jnp.asarray, both)
-        learned = learned.count_drafts(jnp.asarray(sampled), confidences, knowns & of_source, rights)
+        auto = count_drafts(auto, jnp.asarray(sampled), drafts_of(confidences), knowns & of_source, rights)
         for row, place in itertools.product(range(4), range(K)):
             cell = source, int(sampled[row]), place, int(bins[row, place])
-            tried[cell] += known[row, place]
-            accepted[cell] += known[row, place] & right[row, place]
-    begun = Learned.start(2, K)
-    np.testing.assert_allclose(learned.tried, begun.tried + tried, rtol=1e-5)
-    np.testing.assert_allclose(learned.accepted, begun.accepted + accepted, rtol=1e-5)
+            counts = known[row, place] & right[row, :place].all()
+            tried[cell] += counts
+            accepted[cell] += counts & right[row, place]
+    begun = AutoState.start(4, K, 2)
+    np.testing.assert_allclose(auto.tried, begun.tried + tried, rtol=1e-5)
+    np.testing.assert_allclose(auto.accepted, begun.accepted + accepted, rtol=1e-5)
     confidence = np.asarray([[0.97, 0.3, 0.05]], np.float32)
     for sampled in (False, True):
-        chances = (learned.accepted / learned.tried)[1, int(sampled)]
+        chances = (auto.accepted / auto.tried)[1, int(sampled)]
         cells = [chances[place, np.searchsorted(EDGES, confidence[0, place], side="right")] for place in range(K)]
-        survival = learned.survival(1, jnp.asarray([sampled]), jnp.asarray(confidence))
+        survival = survival_of(auto, 1, jnp.asarray([sampled]), jnp.asarray(confidence))
         np.testing.assert_allclose(survival[0], np.cumprod(cells), rtol=1e-5)
 
 
 def test_old_counts_are_forgotten() -> None:
     """After a change of the text, a few times the horizon later, the chance is the new text's."""
-    learned, one = Learned.start(1, 1), jnp.ones((1, 1), bool)
-    confidence, greedy = jnp.full((1, 1), 0.7), jnp.zeros((1,), bool)
+    auto, many = AutoState.start(64, 1, 1), jnp.ones((64, 1, 1), bool)
+    confidence, greedy = jnp.full((64, 1, 1), 0.7), jnp.zeros((64,), bool)
     for right, chance in ((True, 1.0), (False, 0.0)):
-        tried = jnp.full_like(learned.tried, HORIZON)
-        learned = learned.replace(tried=tried, accepted=(1 - chance) * tried)  # type: ignore[attr-defined]
+        tried = jnp.full_like(auto.tried, HORIZON)
+        auto = dataclasses.replace(auto, tried=tried, accepted=(1 - chance) * tried)
         for _ in range(40):
-            learned = learned.count_drafts(
-                jnp.tile(greedy, 64),
-                jnp.tile(confidence, (64, 1))[:, None],
-                jnp.tile(one, (64, 1))[:, None],
-                jnp.full((64, 1, 1), right),
-            )
-        assert float(learned.survival(0, greedy, confidence)[0, 0]) == pytest.approx(chance, abs=0.02)
-        assert float(jnp.max(learned.tried)) <= HORIZON
+            auto = count_drafts(auto, greedy, drafts_of(confidence), many, many & right)
+        survival = survival_of(auto, 0, greedy[:1], confidence[:1, 0])
+        assert float(survival[0, 0]) == pytest.approx(chance, abs=0.02)
+        assert float(jnp.max(auto.tried)) <= HORIZON
 
 
 def test_recorded_counts_are_a_beginning_that_later_ones_outweigh() -> None:
     counts = tuple(tuple(tuple((1000.0, 900.0) for _ in range(NUM_BINS)) for _ in range(K + 2)) for _ in range(2))
-    learned = Learned.start(2, K, counts)
-    confidence = jnp.full((1, K), 0.05)
-    greedy = jnp.zeros((1,), bool)
-    np.testing.assert_allclose(learned.survival(0, greedy, confidence)[0], 0.85 ** np.arange(1, K + 1), atol=0.05)
-    assert float(jnp.max(learned.tried)) < 100
-    assert float(learned.survival(1, greedy, confidence)[0, 0]) < 0.1  # they are the first source's
+    auto, confidence, greedy = AutoState.start(1, K, 2, counts), jnp.full((1, K), 0.05), jnp.zeros((1,), bool)
+    survival = survival_of(auto, 0, greedy, confidence)
+    np.testing.assert_allclose(survival[0], 0.85 ** np.arange(1, K + 1), atol=0.05)
+    assert float(jnp.max(auto.tried)) < 100
+    assert float(survival_of(auto, 1, greedy, confidence)[0, 0]) < 0.1  # they are the first source's
 
 
 def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
-    pace, second = Pace.start(jnp.zeros((2,)), K, 2), jnp.asarray([[False, True]] * 2)
-    expected, right = jnp.full((2, 2), 0.6), jnp.asarray([[True, True], [False, False]])
+    auto, greedy = AutoState.start(2, K, 2), jnp.zeros((2,), bool)
+    drafts = drafts_of(jnp.full((2, 2, K), 0.7), jnp.full((2, 2), 0.6))
+    second = jnp.zeros((2, 2, K), bool).at[:, 1, 0].set(True)
+    right = jnp.zeros((2, 2, K), bool).at[0, :, 0].set(True)
     for _ in range(20):
-        pace = pace.record_first_drafts(expected, right, second)
-    calibration = np.asarray(pace.calibration)
+        auto = count_drafts(auto, greedy, drafts, second, right)
+    calibration = np.asarray(auto.calibration)
     assert calibration[0, 1] > 1 > 0.5 > calibration[1, 1]
     np.testing.assert_allclose(calibration[:, 0], 1)
     for _ in range(int(3 * CALIBRATION_STEPS)):
-        pace = pace.record_first_drafts(expected, ~right, second)
-    assert np.asarray(pace.calibration)[1, 1] > 1
+        auto = count_drafts(auto, greedy, drafts, second, ~right)
+    assert np.asarray(auto.calibration)[1, 1] > 1
 
 
 def test_a_slots_gains_follow_its_drafts_and_drift_back_to_those_of_all_of_its_kind() -> None:
-    learned, pace = Learned.start(1, K), Pace.start(jnp.zeros((2,)), K, 1)
-    active, sampled = jnp.ones((2,), bool), jnp.asarray([False, True])
+    """Slot 0 is greedy, slot 1 sampled. In the first part the averages of all are held still."""
+    begun, slots = AutoState.start(2, K, 1), slots_of(2, sampled=(False, True))
     gains = jnp.asarray([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]])
     two = jnp.asarray([[True, True, False]] * 2)
-    before = np.asarray(learned.gain_of(sampled))
+    before, auto = np.asarray(begun.kind_gains), begun
     assert (np.diff(before) < 0).all()
-    for _ in range(12):
-        pace = pace.record_steps(active, gains, two, learned.gain_of(sampled))
-    np.testing.assert_allclose(pace.gain[:, :2], gains[:, :2], atol=0.02)
-    np.testing.assert_allclose(pace.gain[:, 2], before[:, 2], atol=1e-6)  # nothing was drafted there
-    for _ in range(400):
-        pace = pace.record_steps(active, gains, jnp.zeros_like(two), learned.gain_of(sampled))
-    np.testing.assert_allclose(pace.gain, before, rtol=0.02)
+    for drafted, num_steps in ((two, 12), (jnp.zeros_like(two), 400)):
+        for _ in range(num_steps):
+            auto = dataclasses.replace(update_gains(auto, slots, gains, drafted), kind_gains=begun.kind_gains)
+        if drafted is two:
+            np.testing.assert_allclose(auto.gains[:, :2], gains[:, :2], atol=0.02)
+            np.testing.assert_allclose(auto.gains[:, 2], before[:, 2], atol=1e-3)  # nothing was drafted there
+    np.testing.assert_allclose(auto.gains, before, rtol=0.02)
     for _ in range(200):
-        learned = learned.update_gain(sampled, gains, two)
-    np.testing.assert_allclose(learned.gain_of(sampled)[:, :2], gains[:, :2], atol=0.02)
-    assert abs(float(learned.gain[0, 2]) - before[0, 2]) < 1e-3
+        auto = update_gains(auto, slots, gains, two)
+    np.testing.assert_allclose(auto.kind_gains[:, :2], gains[:, :2], atol=0.02)
+    assert abs(float(auto.kind_gains[0, 2]) - before[0, 2]) < 1e-3
 
 
 def test_gains_begin_with_the_recorded_acceptance_of_each_kind() -> None:
@@ -168,44 +176,43 @@ def test_gains_begin_with_the_recorded_acceptance_of_each_kind() -> None:
         return tuple(((10.0, 10 * chance), *[(0.0, 0.0)] * (NUM_BINS - 1)) for chance in accepted)
 
     nothing = tuple(((0.0, 0.0),) * NUM_BINS for _ in range(2))
-    unknown = Learned.start(1, K).gain
-    gain = Learned.start(1, K, (counts(0.5, 0.8), nothing)).gain
-    np.testing.assert_allclose(gain, [[0.5, 0.4, 0.4 * unknown[0, 0]], unknown[1]], rtol=1e-5)
+    unknown = AutoState.start(1, K, 1).kind_gains
+    gains = AutoState.start(1, K, 1, (counts(0.5, 0.8), nothing)).kind_gains
+    np.testing.assert_allclose(gains, [[0.5, 0.4, 0.4 * unknown[0, 0]], unknown[1]], rtol=1e-5)
 
 
 def test_tries_that_do_not_pay_are_so_rare_that_they_lose_a_small_share_of_the_time() -> None:
     """Slot 1 did not try. A slot that begins has the profit of the requests of its kind."""
-    learned, pace = Learned.start(1, K), Pace.start(jnp.full((2,), FIRST_PROFIT), K, 1)
-    tried, sampled = jnp.asarray([True, False]), jnp.asarray([True, False])
-    assert pace.pauses.tolist() == [0, 0]
+    auto, tried = AutoState.start(2, K, 1), jnp.asarray([True, False])
+    sampled = tried
+    assert auto.pauses.tolist() == [0, 0]
     for _ in range(200):
-        pace, learned = (
-            pace.record_try(tried, jnp.asarray(-0.3)),
-            learned.update_profit(sampled, tried, jnp.asarray(-0.3)),
-        )
-    np.testing.assert_allclose(pace.profit, [-0.3, FIRST_PROFIT], rtol=1e-3)
-    assert 0.3 / (int(pace.pauses[0]) + 1) == pytest.approx(LOSS_FRAC, rel=0.1)
-    assert pace.pauses[1] == 0
-    np.testing.assert_allclose(learned.profit, [FIRST_PROFIT, -0.3], rtol=1e-3)
-    assert Pace.start(learned.profit, K, 1).pauses.tolist() == [0, int(pace.pauses[0])]
-    assert Pace.start(jnp.asarray([-9.0]), K, 1).pauses.tolist() == [MOST_PAUSE]
+        auto = update_profit(auto, sampled, tried, jnp.asarray(-0.3))
+    np.testing.assert_allclose(auto.profit, [-0.3, FIRST_PROFIT], rtol=1e-3)
+    assert 0.3 / (int(auto.pauses[0]) + 1) == pytest.approx(LOSS_FRAC, rel=0.1)
+    assert auto.pauses[1] == 0
+    np.testing.assert_allclose(auto.kind_profit, [FIRST_PROFIT, -0.3], rtol=1e-3)
+    assert auto.entered(~sampled).pauses.tolist() == [0, int(auto.pauses[0])]
+    dear = dataclasses.replace(auto, kind_profit=jnp.asarray([-9.0, 0.0]))
+    assert dear.entered(jnp.asarray([False])).pauses.tolist() == [MOST_PAUSE]
     for _ in range(3):
-        pace = pace.record_try(tried, jnp.asarray(2.0))
-    assert pace.pauses[0] == 0
+        auto = update_profit(auto, sampled, tried, jnp.asarray(2.0))
+    assert auto.pauses[0] == 0
 
 
 def test_gains_are_survivals_beyond_the_price_of_a_row() -> None:
     costs = costs_of(1, [0, 1.0, 1.2, 1.4, 1.6])
     survival = jnp.asarray([[0.9, 0.5, 0.1]])
     for limit, expected in ((3, [0.6, 0.2, 0.0]), (1, [0.6, 0.0, 0.0])):
-        gains = gains_of(survival, jnp.asarray([limit]), costs, jnp.asarray(1), jnp.asarray(1.5))
+        gains = gains_of(survival, jnp.asarray([limit]), slots_of(1, costs, 1.5))
         np.testing.assert_allclose(gains, [expected], atol=1e-6)
 
 
 def test_a_slot_drafts_as_many_as_are_worth_the_pass() -> None:
     """All, where one pass makes all; few, where every draft takes a pass; none, where they are worth less."""
     gains = jnp.asarray([[0.8, 0.5, 0.3], [0.8, 0.5, 0.3], [0.1, 0.1, 0.1]])
-    limits, active, rate = jnp.asarray([3, 2, 3]), jnp.asarray(1), jnp.ones(())
+    limits, slots = jnp.asarray([3, 2, 3]), slots_of(3)
+    slots = dataclasses.replace(slots, active=jnp.asarray([True, False, False]))
     free = np.zeros((3 * (K + 1) + 1,), np.float32)
     for draft, expected in (
         ([0, 0.6, 0.6, 0.6], [3, 2, 0]),
@@ -213,9 +220,9 @@ def test_a_slot_drafts_as_many_as_are_worth_the_pass() -> None:
         ([0, 2, 2, 2], [0, 0, 0]),
     ):
         times = np.pad(np.asarray(draft, np.float32), (0, 6), mode="edge")
-        chosen = choose_drafts(gains, limits, active, StepCosts(free, times), rate)
+        chosen = choose_drafts(gains, limits, dataclasses.replace(slots, costs=StepCosts(free, times)))
         assert chosen.tolist() == expected
-    assert choose_drafts(gains, limits, active, StepCosts.unknown(3, K), rate).tolist() == [3, 2, 3]
+    assert choose_drafts(gains, limits, slots).tolist() == [3, 2, 3]
 
 
 def test_times_between_measured_ones_are_interpolated() -> None:
