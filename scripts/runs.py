@@ -1,6 +1,6 @@
 """What the scripts share: their options, requests, rounds, progress, and the folder of a run.
 
-The folder holds run.json, raw.jsonl, README.md and pictures; scripts.publish puts it into results/ in short.
+The folder holds run.json, raw.jsonl, README.md and pictures.
 """
 
 import argparse

@@ -90,10 +90,10 @@ def test_commands_exist_with_their_options(page: Path) -> None:
             unknown = [flag for flag in flags if flag not in options | {"--help", "-h"}]
             assert not unknown, f"peagle {name} has no {', '.join(unknown)}"
         elif words[:2] == ["python", "-m"] and words[2].startswith("scripts."):
-            spec = importlib.util.find_spec(words[2])
-            assert spec is not None, words[2]
-            assert spec.origin is not None
-            source = Path(spec.origin).read_text(encoding="utf-8")
+            modules = [f"scripts.scenarios.{words[3]}", "scripts.runs"] if words[2] == "scripts.bench" else words[2:3]
+            specs = [importlib.util.find_spec(module) for module in modules]
+            assert all(spec is not None and spec.origin for spec in specs), modules
+            source = "".join(Path(spec.origin).read_text(encoding="utf-8") for spec in specs)
             assert not [flag for flag in flags if flag not in source and flag != "--help"], words
 
 

@@ -27,7 +27,7 @@ from peagle.ops.strict_json import dumps
 from peagle.result import Counters, Result
 
 SCHEMA, KIND = 3, "sweep"
-IN_SHORT = "sweep in short"  # the kind of a run's summary by scripts.publish
+IN_SHORT = "sweep in short"  # the kind of the summaries in results/, which have no raw lines
 ITL_QUANTILES = (0.5, 0.9, 0.99)
 FEWEST_WAITS = 4  # between two arrivals of tokens, for quantiles
 RUN, PROMPTS, CONVERSATIONS, RAW = "run.json", "prompts.jsonl", "conversations.jsonl", "raw.jsonl"

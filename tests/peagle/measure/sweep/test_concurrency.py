@@ -20,9 +20,8 @@ from peagle.measure.sweep.figures import concurrent, rows
 from peagle.measure.sweep.headline import loads
 from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.runner import SweepRun
-from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
+from peagle.measure.sweep.store import RAW, Folder, open_run
 from peagle.pair import Pair
-from scripts.publish import AT_ONCE, publish, rounded
 from tests.peagle.measure.sweep.runs import SWEPT, Lab, lines_of, swept, with_lines, with_plan
 
 SLOTS = (1, 3)
@@ -182,15 +181,6 @@ def test_auto_that_never_drafted_is_not_the_fastest_at_any_load(finished: Folder
             for row in rows(finished)
         ]
         assert ["K = auto" in sentence for _, sentence in loads(finished, figures)] == [named] * len(SLOTS)
-
-
-def test_a_run_in_short_keeps_it(finished: Folder, tmp_path: Path) -> None:
-    publish(finished.path, tmp_path / "short")
-    short = json.loads((tmp_path / "short" / RUN).read_text())
-    whole = rounded(finished.record["by_concurrency"])
-    assert short["by_concurrency"] == [{name: row[name] for name in AT_ONCE} for row in whole]
-    assert len(list((tmp_path / "short").glob("*.svg"))) == 2
-    assert "many requests at once" in (tmp_path / "short" / "README.md").read_text()
 
 
 def test_a_run_with_it_is_compared_with_one_without(once: Path, finished: Folder, tmp_path: Path) -> None:

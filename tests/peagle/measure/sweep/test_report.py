@@ -14,7 +14,7 @@ import pytest
 
 from peagle.cli import main
 from peagle.cli.report import show
-from peagle.measure.estimates import Estimate, estimate_text
+from peagle.measure.estimates import Estimate
 from peagle.measure.reports import Table
 from peagle.measure.sweep import charts, layout
 from peagle.measure.sweep.compare import differences
@@ -23,7 +23,6 @@ from peagle.measure.sweep.headline import headlines
 from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
-from scripts.publish import ROW, publish, rounded
 from tests.peagle.measure.sweep.runs import Lab, example_row, lines_of, with_lines, with_plan
 from tests.support.commands import words
 from tests.support.terminal import ROOT
@@ -204,40 +203,6 @@ def test_a_column_stands_where_it_says_something(
         else {}
     )
     assert cells == {"K": "0", "acceptance length": "3.00", **extra}
-
-
-def test_a_run_in_short_has_the_figures_of_the_whole(lab: Lab, runs: Runs) -> None:
-    """It is rounded; the run itself stays unchanged, and only its pages can be made again. It names no place."""
-    folder, out = runs[0], lab.root / "short"
-    prompts = Path(folder.plan.sources[0].file)
-    assert prompts.is_absolute()
-    before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
-    publish(folder.path, out)
-    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
-    text = page_of(out)
-    pictures = {path.name for path in out.glob("*.svg")}
-    assert 1 <= len(pictures) <= 2
-    assert all(f"]({name})" in text for name in pictures)
-    assert {path.name for path in out.iterdir()} == {"README.md", "run.json", *pictures}
-    short, whole = (json.loads((path / RUN).read_text()) for path in (out, folder.path))
-    assert str(prompts.parent) not in f"{text} {short['plan']}"
-    assert short["plan"]["sources"] == [whole["plan"]["sources"][0] | {"file": prompts.name}]
-    assert [{**origin, "command": []} for origin in short["origins"]] == [
-        {**origin, "command": []} for origin in whole["origins"]
-    ]
-    for row, full in zip(short["rows"], whole["rows"], strict=True):
-        figures = {name: rounded(full[name]) for name in ("acceptance_length", "speedup")}
-        calm = {"without_loops": {"acceptance_length": rounded(full["without_loops"]["acceptance_length"])}}
-        assert row == row | {name: full[name] for name in ROW} | figures | calm
-        assert estimate_text(Estimate(**row["speedup"])) in text
-    assert "with its raw lines" in lab.run(2, "report", out)
-
-
-def test_a_run_that_is_not_finished_is_not_put_in_short(runs: Runs, tmp_path: Path) -> None:
-    runs[0].save(rows=None)
-    with pytest.raises(InputError, match="not finished"):
-        publish(runs[0].path, tmp_path / "short")
-    assert not (tmp_path / "short").exists()
 
 
 def three_are_slow(line: dict[str, Any]) -> None:
