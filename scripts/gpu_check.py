@@ -55,7 +55,7 @@ from peagle.workflows.random_checkpoint import EAGLE_3, P_EAGLE, SIZES, write_ra
 from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.page import page
 from scripts.gpu.shape import DRAFTERS, MEMORY, OVER_DEVICES, Section, Shape, TooLarge
-from scripts.runs import ROOT, Json, Progress, RawLines, add_run_options, in_one_line, new_parser, origin, write_run
+from scripts.runs import ROOT, Json, Progress, Run, add_run_options, in_one_line, new_parser
 from scripts.steps import PUBLISHED_RATE
 from target.shard import check_ranks
 
@@ -153,15 +153,15 @@ def peers() -> Iterator[Json]:
         size = PEERS if on_gpu() else PEERS_TRIED_OUT
         checkpoint, out = Path(directory) / size, Path(directory) / "out"
         write_random_checkpoint(checkpoint, SIZES[size])
-        options = ["--out", str(out), "--engines", "peagle-xla,transformers-bf16", "--rounds", "3", "--seconds", "0.2"]
+        options = ["--out", str(out), "--engines", "peagle-xla,transformers-bf16", "--rounds", "3"]
         done = python(PEERS_S, "scripts.bench", "peers", str(checkpoint), *options)
         if done.returncode:
             raise RuntimeError(" ".join(done.stderr.split())[-500:])
         run = json.loads((out / "run.json").read_text(encoding="utf-8"))
     for name, why in run["left_out"].items():
         yield {"engine": name, "left_out": why}
-    for row in run["rows"]:
-        yield {"peer": row["engine"], **row}
+    yield from run["rows"]
+    yield from run["checks"]
 
 
 def over_devices(shape: MeshShape) -> Iterator[Json]:
@@ -256,21 +256,20 @@ def check(options: argparse.Namespace, typed: Sequence[str]) -> int:
     sections = sections_of(shapes, [checked_mesh(text) for text in options.mesh], options.only)
     expect_new(options.out)
     prepare_kernels()
-    raw = RawLines(options.out)
     config = {
         "shapes": shapes,
         "synthetic_acceptance": PUBLISHED_RATE,
         "published": PUBLISHED,
         "drafters": [kind.name for kind in DRAFTERS],
     }
-    record = {"schema": 1, "provenance": origin("scripts.gpu_check", typed), "config": config, "rows": raw.lines}
+    run = Run(options.out, typed, config, "scripts.gpu_check")
     deadline = time.monotonic() + 60 * options.minutes
     for section in sections:
         for line in lines_of(section, deadline, options.minutes):
-            raw.extend([{"section": section.name, **line}])
+            run.extend([{"section": section.name, **line}])
             print(f"{section.name}: {dumps(line)[:200]}", flush=True)
-        write_run(options.out, record, page(record), show=section is sections[-1])
-    return 1 if any(line.get("ok") is False for line in raw.lines) else 0
+        run.write(page, show=section is sections[-1], rows=run.lines)
+    return 1 if any(line.get("ok") is False for line in run.lines) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

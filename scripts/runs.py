@@ -1,22 +1,23 @@
 """What the scripts share: their options, requests, rounds, progress, and the folder of a run.
 
-The folder holds run.json, raw.jsonl, README.md and pictures.
+The folder holds raw.jsonl (a line per measurement), run.json (provenance, options, rows) and README.md (the page). The
+name of a figure ends with its unit, which decides how pages show it.
 """
 
 import argparse
 import dataclasses
+import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.engine.request import Request
 from peagle.measure import reports
 from peagle.measure.metrics import Spread
-from peagle.measure.provenance import provenance, tuning
+from peagle.measure.provenance import origin_text, provenance, tuning
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
@@ -59,16 +60,6 @@ def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = 
         parser.add_argument("--rounds", type=int, default=rounds, help=f"{of} (default %(default)s)".lstrip())
 
 
-def add_prompt_options(parser: argparse.ArgumentParser, num_prompts: int = 60, max_new_tokens: int = 256) -> None:
-    """Add the options of the target, its prompts and the length of answers."""
-    parser.add_argument("--target", default=DEMO, help="a target's directory (default: the demo's)")
-    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines (default: the demo's held-out ones)")
-    parser.add_argument("--num-prompts", type=int, default=num_prompts, help="how many of them (default %(default)s)")
-    parser.add_argument(
-        "-n", "--max-new-tokens", type=int, default=max_new_tokens, help="per prompt (default %(default)s)"
-    )
-
-
 def expect_least(least: int, options: argparse.Namespace, *names: str) -> None:
     """Raise InputError for an option below a bound."""
     for name in names:
@@ -76,21 +67,18 @@ def expect_least(least: int, options: argparse.Namespace, *names: str) -> None:
             raise InputError(f"--{name.replace('_', '-')} is {value}; expected {least} or more")
 
 
-def numbers(option: str, typed: str) -> list[int]:
-    """Parse numbers of 1 or more, separated by commas; sorted, without repeats."""
+def numbers(
+    option: str, typed: str, least: float = 1, most: float = math.inf, kind: Callable[[str], Any] = int
+) -> list[Any]:
+    """Parse numbers within bounds, separated by commas; sorted, without repeats."""
     try:
-        values = sorted({int(number) for number in typed.split(",")})
+        values = sorted({kind(number) for number in typed.split(",")})
     except ValueError:
         raise InputError(f"{option} is {typed!r}; expected numbers with commas between, such as 1,2,4,8") from None
-    if values[0] < 1:
-        raise InputError(f"{option} is {typed!r}; expected numbers of 1 or more")
+    if not least <= values[0] <= values[-1] <= most:
+        bounds = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
+        raise InputError(f"{option} is {typed!r}; expected numbers {bounds}")
     return values
-
-
-def prompted(options: argparse.Namespace, pair: Pair) -> list[Request]:
-    """Make the requests of the prompt options. Raises InputError for fewer than one."""
-    expect_least(1, options, "num_prompts")
-    return first_requests(pair, options.prompts, options.num_prompts, options.max_new_tokens)
 
 
 def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: int) -> list[Request]:
@@ -121,14 +109,29 @@ def ratios(values: Iterable[float], others: Iterable[float]) -> list[float]:
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, lowest and highest for a record."""
-    return dataclasses.asdict(Spread.of(values))
+def spread(values: Sequence[float]) -> Json | None:
+    """Return median, lowest and highest for a record; None of nothing."""
+    return dataclasses.asdict(Spread.of(values)) if values else None
 
 
-def spread_text(figure: Json, form: str) -> str:
-    """Format a spread of a record."""
-    return Spread(**figure).text(lambda value: format(value, form))
+class Lines:
+    """Lines of measurements, each with its round."""
+
+    def __init__(self, lines: Iterable[Json]) -> None:
+        self._lines = sorted(lines, key=lambda line: line["round"])
+
+    def of(self, **fields: Any) -> list[Json]:
+        """Return the lines with these values, by round."""
+        return [line for line in self._lines if all(line.get(name) == value for name, value in fields.items())]
+
+    def values(self, figure: str, **fields: Any) -> list[float]:
+        """Return a figure of each round; none if it is not known."""
+        return [line[figure] for line in self.of(**fields) if line.get(figure) is not None]
+
+    def over(self, figure: str, fields: Json, others: Json) -> Json | None:
+        """Divide a figure of lines by that of others, within rounds; None if one side has none."""
+        values, by = self.values(figure, **fields), self.values(figure, **others)
+        return spread(ratios(values, by)) if values and by else None
 
 
 class Progress:
@@ -172,59 +175,67 @@ def origin(module: str, typed: Sequence[str]) -> Json:
     return provenance() | {"command": " ".join([*tuning(), shlex.join(["python", "-m", module, *words])])}
 
 
-def new_record(typed: Sequence[str], config: Json, **parts: Any) -> Json:
-    """Make the record of a scenario's run; `typed`: the words after `python -m scripts.bench`."""
-    return {"schema": 1, "provenance": origin("scripts.bench", typed), "config": config, **parts}
+class Run:
+    """The folder of a new run. raw.jsonl is written line by line, so that a stopped run has lost nothing."""
 
-
-def where(source: Json) -> str:
-    """Describe a run's machine, versions and time."""
-    device = source["device"]
-    on_cpu = device["platform"] == "cpu"
-    machine = f"{source['cpu']}, {source['num_threads']} threads" if on_cpu else device["kind"]
-    commit = f", commit {source['git']['commit'][:10]}" if source.get("git") else ""
-    return f"{machine}; jaxlib {source['packages']['jaxlib']}{commit}; {source['time']}"
-
-
-class RawLines:
-    """raw.jsonl of a new run, written line by line, so that a stopped run has lost nothing."""
-
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, typed: Sequence[str], config: Json, module: str = "scripts.bench") -> None:
         self.lines: list[Json] = []
-        self._path = out / "raw.jsonl"
+        self.record: Json = {"schema": 1, "provenance": origin(module, typed), "config": config}
+        self._out = out
         out.mkdir(parents=True)
 
     def extend(self, lines: Iterable[Json]) -> None:
         """Append lines as they come."""
         for line in lines:
             self.lines.append(line)
-            with self._path.open("a", encoding="utf-8") as file:
+            with (self._out / "raw.jsonl").open("a", encoding="utf-8") as file:
                 file.write(dumps(line) + "\n")
 
+    def write(self, page: Callable[[Json], Sequence[reports.Block]], show: bool = True, **parts: Any) -> None:
+        """Write run.json with these parts, and the page that follows from it. show: print it, too."""
+        self.record |= parts
+        (self._out / "run.json").write_text(dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        text = reports.markdown(page(self.record))
+        (self._out / "README.md").write_text(text, encoding="utf-8")
+        if show:
+            print(text)
 
-def write_run(out: Path, record: Json, blocks: Sequence[reports.Block], show: bool = True) -> None:
-    """Write run.json, README.md and pictures into the folder. show: print the page, too."""
-    text = reports.markdown(blocks)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "run.json").write_text(dumps(record, indent=1) + "\n", encoding="utf-8")
-    for name, content in {"README.md": text, **reports.pictures(blocks)}.items():
-        (out / name).write_text(content, encoding="utf-8")
-    if show:
-        print(text)
+
+# --- a page ---------------------------------------------------------------------------------------------------------
+
+# what ends a figure's name: the unit in which a page shows it, and how many of these it has
+UNITS = (("_per_s", "/s", 1), ("_ms", ", ms", 1), ("_s", ", ms", 1e3), ("_bytes", ", MB", 1e-6), ("_frac", ", %", 100))
 
 
 def title(text: str, record: Json, models: str = "") -> list[reports.Block]:
     """Lay out a page's title, the command, the models and the machine."""
     source = record["provenance"]
-    about = f"{models}; {where(source)}." if models else f"{where(source)}."
-    return [reports.heading(text, 1), f"`{source['command']}`", about]
+    about = "; ".join(filter(None, (models, origin_text(source), source["time"])))
+    return [reports.heading(text, 1), f"`{source['command']}`", f"{about}."]
 
 
-def table(rows: Iterable[Json], columns: Mapping[str, Callable[[Json], str]]) -> reports.Table:
-    """Make a page's table. columns: {header: format of a row's cell}."""
-    return reports.Table(tuple(columns), [[text(row) for text in columns.values()] for row in rows])
+def table(rows: Sequence[Json], *names: str) -> reports.Table:
+    """Make a table of some fields of rows, a column each, unless no row has it."""
+    known = [name for name in names if any(row.get(name) is not None for row in rows)]
+    return reports.Table([header(name) for name in known], [[text_of(row, name) for name in known] for row in rows])
 
 
-def cell(name: str, form: str = "", factor: float = 1.0) -> Callable[[Json], str]:
-    """Format a value of a row, a number if there is a form; "-" if it is not known."""
-    return lambda row: "-" if row[name] is None else format(factor * row[name], form) if form else str(row[name])
+def text_of(row: Json, name: str) -> str:
+    """Format a field, a number or spread in the unit that its name ends with; empty if it is not known."""
+    value, factor = row.get(name), next((factor for end, _, factor in UNITS if name.endswith(end)), None)
+    if isinstance(value, dict):
+        return Spread(**value).text(lambda one: number_text((factor or 1) * one))
+    if isinstance(value, float) or (isinstance(value, int) and factor):
+        return number_text((factor or 1) * value)
+    return "" if value is None else str(value)
+
+
+def number_text(value: float) -> str:
+    """Format a number with three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def header(name: str) -> str:
+    """Make a column's header of a field's name."""
+    end, unit = next(((end, unit) for end, unit, _ in UNITS if name.endswith(end)), ("", ""))
+    return name.removesuffix(end).replace("_", " ") + unit

@@ -18,6 +18,7 @@ About eight hours on two cores, and 6 GB; the result is the same within noise.
 import dataclasses
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -26,15 +27,23 @@ from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
+from peagle.ops import jax_workaround
 from peagle.ops.checkpoint import CONFIG
 from peagle.ops.strict_json import dumps
 from peagle.workflows.frequent_tokens import list_frequent_tokens
+from scripts.demo.batches import BATCH_ROWS
 from scripts.demo.corpus import collect, read_lines
-from scripts.demo.dataset import LONG_PROMPTS, LONG_WIDTHS, SHORT_PROMPTS, WIDTH, make_dataset, make_long_dataset
-from scripts.demo.practice import make_practice
+from scripts.demo.rows import (
+    LONG_PROMPTS,
+    LONG_WIDTHS,
+    SHORT_PROMPTS,
+    WIDTH,
+    make_dataset,
+    make_long_dataset,
+    make_practice,
+)
 from scripts.demo.tokenizer import MASK, SPECIAL_TOKENS, train_tokenizer
 from scripts.demo.train_target import export
-from scripts.demo.tuned import tuned_environment
 from scripts.runs import new_parser
 
 DEMO = Path(__file__).parents[2] / "peagle" / "demo"
@@ -60,6 +69,20 @@ LONGER = (
     "--drafter-window", str(WINDOW),
 )  # fmt: skip
 MASK_TOKEN = ("--mask-token", str(SPECIAL_TOKENS.index(MASK)))
+# One JAX device per core, each on one thread with its own rows: cores meet once a step instead of once an operation.
+# Large blocks of memory stay with the process, on huge pages.
+TUNED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "1000000000",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": str(max(n for n in (1, 2, 4, 8) if n <= min(os.cpu_count() or 1, BATCH_ROWS))),
+    "XLA_FLAGS": (
+        "--xla_cpu_multi_thread_eigen=false --xla_cpu_prefer_vector_width=512 --xla_cpu_enable_fast_min_max=true"
+        " --xla_cpu_collective_call_terminate_timeout_seconds=3600"  # a busy machine may delay one core for long
+    ),
+}
 # blocks of eight rows, as the public DFlash's; with 224 of them a step takes as long as one of the P-EAGLE
 BLOCKS = ("--depth", "7", "--blocks", "224")
 
@@ -116,7 +139,8 @@ class Build:
     def train_target(self, name: str, data: Path, begin: Path | None = None) -> Path:
         """Run a stage of scripts.demo.train_target; it stops and goes on by itself."""
         options = ("--scale", str(self.scale), *(() if begin is None else ("--begin", begin)))
-        return self.run(name, "scripts.demo.train_target", name, "--data", data, *options)
+        command = ("scripts.demo.train_target", name, "--data", data, *options)
+        return self.run(name, *command, environment=tuned_environment())
 
     def answer(self, name: str, target: Path, prompts: Path, num_prompts: int, *options: str) -> Path:
         """Let a target answer prompts by `peagle data`."""
@@ -133,6 +157,14 @@ class Build:
             options += [*LEARN, "--width", str(width), "--steps", self.count(training.steps), *training.options]
             options += [*evaluation, "--evaluate-prompts", self.count(60)]
             self.run(name, "peagle", "train", "--target", target, *options, environment=tuned_environment())
+
+
+def tuned_environment() -> dict[str, str]:
+    """Make the environment of a training: this process' own, completed by TUNED."""
+    own = {
+        name: value for name, value in os.environ.items() if (name, value.strip()) != ("XLA_FLAGS", jax_workaround.FLAG)
+    }
+    return {**TUNED, **own}
 
 
 def command(module: str, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:

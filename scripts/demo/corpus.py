@@ -6,7 +6,7 @@ Its folder holds, the same for the same versions:
     chat_train.jsonl, chat_heldout.jsonl    {"module", "name", "category", "prompt", "reference"}: one function a line,
                                             as one of the tasks of scripts.demo.tasks
     heldout_prompts.jsonl                   the functions of chat_heldout with a docstring, at most a few per module
-    manifest.json                           versions, files, bytes, the held-out modules
+    manifest.json                           versions, the held-out modules
 
 Held-out modules are whole top-level modules of the standard library. The training files hold none of their functions,
 compared without docstring, comments and layout.
@@ -21,7 +21,7 @@ import platform
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -164,12 +164,12 @@ def package_root(import_name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def collect_sources(packages: dict[str, str]) -> list[SourceFile]:
-    """Read the standard library and packages, every text once."""
+def collect_sources() -> list[SourceFile]:
+    """Read the standard library and the packages, every text once."""
     digests: set[str] = set()
     sources: list[SourceFile] = []
     roots = [("stdlib", Path(sysconfig.get_paths()["stdlib"]))]
-    roots += [(distribution, package_root(name)) for distribution, name in packages.items()]
+    roots += [(distribution, package_root(name)) for distribution, name in PACKAGES.items()]
     for origin, root in roots:
         for source in walk_sources(root, origin):
             key = digest(source.text)
@@ -188,10 +188,14 @@ def docstring_node(node: FunctionNode) -> ast.Expr | None:
     return first if is_text else None
 
 
+def statements_of(node: FunctionNode) -> list[ast.stmt]:
+    """List the function's statements but for its docstring."""
+    return node.body[1:] if docstring_node(node) else node.body
+
+
 def normalised_body(node: FunctionNode) -> str:
     """Render the function's statements without docstring, comments and layout."""
-    statements = node.body[1:] if docstring_node(node) else node.body
-    return "\n".join(ast.dump(statement) for statement in statements)
+    return "\n".join(map(ast.dump, statements_of(node)))
 
 
 def function_key(node: FunctionNode) -> str:
@@ -253,15 +257,14 @@ def body_of(node: FunctionNode, lines: list[str]) -> str | None:
 
 def is_trivial(node: FunctionNode) -> bool:
     """Test whether a body only raises or does nothing."""
-    statements = node.body[1:] if docstring_node(node) else node.body
-    return (
-        all(isinstance(statement, ast.Pass | ast.Raise | ast.Expr) for statement in statements) and len(statements) <= 1
-    )
+    statements = statements_of(node)
+    return len(statements) <= 1 and all(isinstance(one, ast.Pass | ast.Raise | ast.Expr) for one in statements)
 
 
-def chat_functions(source: SourceFile) -> Iterator[Function]:
-    """Yield the functions of a file that are short enough for a chat example, and not trivial."""
-    lines = source.text.split("\n")
+@functools.cache
+def chat_functions(source: SourceFile) -> tuple[Function, ...]:
+    """List the functions of a file that are short enough for a chat example, and not trivial."""
+    lines, kept = source.text.split("\n"), []
     for node in functions_of(parse(source.text)):
         if is_trivial(node):
             continue
@@ -270,7 +273,9 @@ def chat_functions(source: SourceFile) -> Iterator[Function]:
             continue
         if MIN_BODY_LINES <= body.count("\n") + 1 <= MAX_BODY_LINES:
             has_docstring = docstring_node(node) is not None
-            yield Function(source.module, node.name, task_of(stub, body), has_docstring, digest(normalised_body(node)))
+            key = digest(normalised_body(node))
+            kept.append(Function(source.module, node.name, task_of(stub, body), has_docstring, key))
+    return tuple(kept)
 
 
 def unique_bodies(functions: Iterable[Function], keys: set[str]) -> list[Function]:
@@ -283,13 +288,8 @@ def unique_bodies(functions: Iterable[Function], keys: set[str]) -> list[Functio
     return kept
 
 
-def choose_held_out(
-    sources: list[SourceFile], functions: Callable[[SourceFile], Iterable[Function]] = chat_functions
-) -> list[str]:
-    """Choose NUM_HELD_OUT standard modules with enough prompts, by their names' hashes.
-
-    functions: chat_functions, or a cached one.
-    """
+def choose_held_out(sources: list[SourceFile]) -> list[str]:
+    """Choose NUM_HELD_OUT standard modules with enough prompts, by their names' hashes."""
     by_module: dict[str, list[SourceFile]] = {}
     for source in sources:
         if source.origin == "stdlib":
@@ -297,7 +297,7 @@ def choose_held_out(
     chosen: list[str] = []
     for module in sorted(by_module, key=digest):
         files = by_module[module]
-        prompts = sum(function.has_docstring for source in files for function in functions(source))
+        prompts = sum(function.has_docstring for source in files for function in chat_functions(source))
         if prompts >= MIN_HELD_OUT_PROMPTS and sum(len(source.text) for source in files) <= MAX_HELD_OUT_BYTES:
             chosen.append(module)
         if len(chosen) == NUM_HELD_OUT:
@@ -328,42 +328,15 @@ def select_prompts(functions: list[Function]) -> list[Function]:
 
 def build_corpus(sources: list[SourceFile]) -> Corpus:
     """Split the sources into training and held-out text, free of leaks and of repeated bodies."""
-    functions = functools.cache(lambda source: tuple(chat_functions(source)))
-    held_out = choose_held_out(sources, functions)
+    held_out = choose_held_out(sources)
     raw_heldout = [source for source in sources if source.origin == "stdlib" and source.module in held_out]
     rest = [source for source in sources if not (source.origin == "stdlib" and source.module in held_out)]
     forbidden = {function_key(node) for source in raw_heldout for node in functions_of(parse(source.text))}
     raw_train = [without_functions(source, forbidden) for source in rest]
     keys: set[str] = set()
-    chat_heldout = unique_bodies((function for source in raw_heldout for function in functions(source)), keys)
-    chat_train = unique_bodies((function for source in rest for function in functions(source)), keys)
+    chat_heldout = unique_bodies((function for source in raw_heldout for function in chat_functions(source)), keys)
+    chat_train = unique_bodies((function for source in rest for function in chat_functions(source)), keys)
     return Corpus(raw_train, raw_heldout, chat_train, chat_heldout, select_prompts(chat_heldout), held_out)
-
-
-def versions(packages: dict[str, str]) -> dict[str, str]:
-    """Look up Python's and every package's version."""
-    installed = {distribution: importlib.metadata.version(distribution) for distribution in packages}
-    return {"python": platform.python_version(), **installed}
-
-
-def manifest(corpus: Corpus, packages: dict[str, str]) -> dict:
-    """Describe the corpus; the dataset adds the numbers of tokens."""
-    files = [{"path": source.path, "bytes": len(source.text.encode())} for source in corpus.raw_train]
-    by_origin: dict[str, int] = {}
-    for source in corpus.raw_train:
-        by_origin[source.origin] = by_origin.get(source.origin, 0) + len(source.text.encode())
-    return {
-        "versions": versions(packages),
-        "held_out_modules": corpus.held_out_modules,
-        "counts": {name: len(part) for name, part in vars(corpus).items()},
-        "bytes": {
-            "raw_train": sum(by_origin.values()),
-            "raw_train_by_origin": by_origin,
-            "raw_heldout": sum(len(source.text.encode()) for source in corpus.raw_heldout),
-            "chat_train": sum(len(f.task.prompt.encode()) + len(f.task.reference.encode()) for f in corpus.chat_train),
-        },
-        "raw_train_files": files,
-    }
 
 
 def write_lines(path: Path, records: Iterable[dict]) -> None:
@@ -376,16 +349,14 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def write_corpus(corpus: Corpus, packages: dict[str, str], out: Path) -> None:
-    """Write the files that the module's docstring lists."""
+def collect(out: Path) -> None:
+    """Write the files that the module's docstring lists, of the installed packages, into a folder."""
+    corpus = build_corpus(collect_sources())
     out.mkdir(parents=True, exist_ok=True)
     for name in ("raw_train", "raw_heldout"):
-        write_lines(out / f"{name}.jsonl", (asdict(source) for source in getattr(corpus, name)))
+        write_lines(out / f"{name}.jsonl", map(asdict, getattr(corpus, name)))
     for name in ("chat_train", "chat_heldout", "heldout_prompts"):
         write_lines(out / f"{name}.jsonl", (function.record() for function in getattr(corpus, name)))
-    (out / "manifest.json").write_text(dumps(manifest(corpus, packages), indent=1) + "\n", encoding="utf-8")
-
-
-def collect(out: Path) -> None:
-    """Collect the corpus of the installed packages into a folder."""
-    write_corpus(build_corpus(collect_sources(PACKAGES)), PACKAGES, out)
+    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    manifest = {"versions": versions, "held_out_modules": corpus.held_out_modules}
+    (out / "manifest.json").write_text(dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -1,140 +1,219 @@
-"""The batches of the demo target's training: packed rows of a dataset, in the shares of a stage's recipe."""
+"""Turn the corpus, and the target's own answers, into packed rows of tokens.
 
-import dataclasses
-from collections import Counter
-from collections.abc import Mapping
-from functools import lru_cache
+A folder of rows holds, for kinds such as chat_512, raw_512 and chat_2048, NAME.npz with
+
+    token_ids    uint16 [N, T]   several documents side by side, padding at the end
+    segment_ids  uint8  [N, T]   1, 2, ... per document of the row, 0 for padding
+    roles        uint8  [N, T]   PADDING, PROMPT (the user's text and the template), TEXT (raw text, the assistant's
+                                 answer), LOOP (an answer's unwanted tokens)
+
+The short rows' folder also has shards/chat and shards/raw, the same documents for `peagle train`; that of the long
+ones, with tasks behind texts, has prompts for `peagle data`. Documents that do not fit a row are cut (raw) or left out
+(chat). Rows and documents are shuffled, the same in every run.
+
+A small model that decodes greedily falls into loops. Practice repeats the answers that end by themselves and do not
+loop (rejection sampling). Of answers that were cut off in a loop, every token that repeats counts as unwanted
+(sequence-level unlikelihood, Welleck et al., arXiv 1908.04319). It is a small stand-in for the real models' later
+training.
+"""
+
+import ast
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from scripts.demo.dataset import LOOP, PROMPT, TEXT, WIDTH
-from scripts.demo.tuned import BATCH_ROWS
+from drafter.train import shards
+from drafter.train.row_batches import fill_rows
+from drafter.train.shards import open_folder, read_shards, write_shard
+from peagle.result import LOOP_GRAM, LOOPING_ABOVE, loop_grams
+from scripts.demo.corpus import parse, read_lines, write_lines
+from scripts.demo.tasks import digest
+from scripts.demo.tokenizer import END_OF_TEXT, RETURN, SPECIAL_TOKENS, START_OF_TEXT
 
-PROMPT_WEIGHT = 0.25
-STEP_TOKENS = BATCH_ROWS * WIDTH
-SEED = 0
+PADDING, PROMPT, TEXT, LOOP = 0, 1, 2, 3
+WIDTH = 512
+LONG_WIDTHS = {2048: 3600, 4096: 1200}  # of rows: how many tasks stand behind texts
+LONG_PROMPTS, SHORT_PROMPTS = 2800, 6000
+TEXT_FRAC = (0.2, 0.85)  # of a row that the text before a task takes
+CHARS_PER_TOKEN = 2.9
+TEXT_KINDS = ("code", "docstrings")
+MAX_ANSWER_TOKENS = 288
+SYSTEM_MESSAGES = ("You are a Python programmer.", "You are a helpful assistant.", "Be brief.")
+EFFORTS = ("low", "medium", "high")
+SYSTEM_EVERY, EFFORT_EVERY = 12, 16  # one example in so many carries a system message, a reasoning effort
+FEWEST_ROWS = 64  # of the corpus, beside answers
+GOOD, LOOPING, OTHER = "good", "looping", "other"
 
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """The recipe of a stage: its tokens, learning rates, and kinds of rows.
-
-    With chat_frac the rows of every step are raw and chat, in shares that follow the progress, linear between its
-    points. With shares a step has one kind of rows, and each kind has its share of the steps.
-    """
-
-    tokens: int
-    peak: float  # of MUON_RATE and ADAM_RATE
-    warmup_frac: float
-    decay_frac: float
-    chat_frac: tuple[tuple[float, float], ...] = ()  # (progress, share of chat rows)
-    shares: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(sorted(self.shares)) or (f"raw_{WIDTH}", f"chat_{WIDTH}")
-
-    def rate_at(self, progress: float) -> float:
-        """Compute the share of the learning rates: linear warm-up, plateau, linear decay to zero."""
-        return self.peak * min(1.0, progress / self.warmup_frac, (1.0 - progress) / self.decay_frac)
+Document = tuple[list[int], list[int]]  # token ids, roles
+Record = Mapping[str, Any]
 
 
-STAGES = {
-    "begun": Stage(10_000_000, 1.0, 0.01, 0.6, chat_frac=((0.0, 0.4), (0.25, 0.4), (0.6, 0.8), (1.0, 0.9))),
-    "practised": Stage(1_228_800, 0.25, 0.01, 0.6, chat_frac=((0.0, 0.9), (1.0, 0.9))),
-    "long_begun": Stage(
-        11_000_000, 0.3, 0.03, 0.97,
-        shares={"chat_512": 4, "raw_512": 2, "chat_2048": 6, "raw_2048": 3, "chat_4096": 2, "raw_4096": 1},
-    ),
-    "long_practised": Stage(
-        1_140_000, 0.12, 0.03, 0.97,
-        shares={"chat_512": 4, "raw_512": 1, "chat_2048": 5, "raw_2048": 1, "chat_4096": 2},
-    ),
-}  # fmt: skip
+def chat_prefix(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
+    """Render a prompt by the chat template; a few have a system message or a reasoning effort."""
+    choice = int(digest(prompt)[:8], 16)
+    messages = [{"role": "user", "content": prompt}]
+    if choice % SYSTEM_EVERY == 0:
+        text = SYSTEM_MESSAGES[choice // SYSTEM_EVERY % len(SYSTEM_MESSAGES)]
+        messages.insert(0, {"role": "system", "content": text})
+    options = {"reasoning_effort": EFFORTS[choice // EFFORT_EVERY % 3]} if choice % EFFORT_EVERY == 0 else {}
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
 
 
-class Batch(NamedTuple):
-    """B packed rows."""
-
-    token_ids: jax.Array
-    positions: jax.Array
-    segment_ids: jax.Array
-    weights: jax.Array  # how much each token counts; below 0: as one that should not be predicted
+def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
+    """Encode texts; special tokens only if a text spells them."""
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 
-class Rows:
-    """Packed rows of one file, read in an endless order that depends on the seed only."""
-
-    def __init__(self, path: Path, seed: int = SEED) -> None:
-        with np.load(path, allow_pickle=False) as arrays:
-            self.token_ids, self.segment_ids, self.roles = arrays["token_ids"], arrays["segment_ids"], arrays["roles"]
-        self._order = lru_cache(maxsize=2)(
-            lambda epoch: np.random.default_rng((seed, epoch)).permutation(len(self.roles))
-        )
-
-    def at(self, start: int, count: int) -> np.ndarray:
-        """Look up the row numbers at indices start .. start + count - 1 of the endless order."""
-        size = len(self.roles)
-        return np.array([self._order(i // size)[i % size] for i in range(start, start + count)], np.int64)
-
-
-class Batches:
-    """The batches of a stage: each a function of (stage, rows, step) alone."""
-
-    def __init__(self, stage: Stage, rows: Mapping[str, Rows], scale: float = 1) -> None:
-        self.stage, self._rows = stage, rows
-        self._turns = [kind for kind in stage.kinds for _ in range(stage.shares.get(kind, 0))]
-        self._counts = {kind: max(len(jax.devices()), STEP_TOKENS // rows[kind].token_ids.shape[1]) for kind in rows}
-        tokens = [self._counts[kind] * rows[kind].token_ids.shape[1] for kind in self._turns] or [STEP_TOKENS]
-        self.steps = max(1, int(scale * stage.tokens * len(tokens) / sum(tokens)))
-
-    def rate_at(self, step: int) -> float:
-        """Return the share of the learning rates."""
-        return self.stage.rate_at((step + 0.5) / self.steps)
-
-    def kind_at(self, step: int) -> str:
-        """Return the kind of rows of a step, in an order that depends on the seed."""
-        number, index = divmod(step, len(self._turns))
-        return self._turns[np.random.default_rng((SEED, number)).permutation(len(self._turns))[index]]
-
-    def chat_rows_until(self, step: int) -> int:
-        """Count the chat rows of the first steps; all other rows are raw."""
-        progress = (np.arange(step) + 0.5) / self.steps
-        shares = np.interp(progress, *zip(*self.stage.chat_frac, strict=True))
-        return round(float(shares.sum()) * BATCH_ROWS)
-
-    def at(self, step: int) -> Batch:
-        """Make the batch of a step."""
-        if self._turns:
-            kind, (number, index) = self.kind_at(step), divmod(step, len(self._turns))
-            before = Counter(self.kind_at(number * len(self._turns) + i) for i in range(index))[kind]
-            count = self._counts[kind]
-            start = (number * self.stage.shares[kind] + before) * count
-            return make_batch([(self._rows[kind], self._rows[kind].at(start, count))])
-        raw, chat = (self._rows[kind] for kind in self.stage.kinds)
-        chat_start, chat_end = self.chat_rows_until(step), self.chat_rows_until(step + 1)
-        raw_start, raw_end = step * BATCH_ROWS - chat_start, (step + 1) * BATCH_ROWS - chat_end
-        parts = [(raw, raw.at(raw_start, raw_end - raw_start)), (chat, chat.at(chat_start, chat_end - chat_start))]
-        return make_batch([part for part in parts if len(part[1])])
-
-
-def positions_of(segment_ids: np.ndarray) -> np.ndarray:
-    """Compute positions that start at 0 in each segment."""
-    index = np.arange(segment_ids.shape[1])[None, :]
-    starts = np.concatenate([np.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
-    return (index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)).astype(np.int32)
-
-
-def make_batch(parts: list[tuple[Rows, np.ndarray]], prompt_weight: float = PROMPT_WEIGHT) -> Batch:
-    """Gather rows of files. A weight counts the prediction OF its token; below 0 as unwanted."""
-    token_ids, segment_ids, roles = (
-        np.concatenate([getattr(rows, name)[numbers] for rows, numbers in parts])
-        for name in ("token_ids", "segment_ids", "roles")
+def chat_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record], width: int = WIDTH) -> list[Document]:
+    """Make one turn of chat of every function, shuffled; those longer than a row are left out."""
+    records = list(records)
+    prefixes = encode_all(tokenizer, [chat_prefix(tokenizer, record["prompt"]) for record in records])
+    answers = encode_all(tokenizer, [record["reference"] + RETURN for record in records])
+    return shuffled(
+        [
+            (prefix + answer, [PROMPT] * len(prefix) + [TEXT] * len(answer))
+            for prefix, answer in zip(prefixes, answers, strict=True)
+            if len(answer) <= MAX_ANSWER_TOKENS and len(prefix) + len(answer) <= width
+        ]
     )
-    weights = np.select([roles == TEXT, roles == PROMPT, roles == LOOP], [1.0, prompt_weight, -1.0], 0.0)
-    positions = positions_of(segment_ids)
-    weights = np.where(positions == 0, 0.0, weights).astype(np.float32)
-    return Batch(token_ids.astype(np.int32), positions, segment_ids.astype(np.int32), weights)
+
+
+def raw_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record], width: int = WIDTH) -> list[Document]:
+    """Cut all files, with start-of-text and end-of-text, into pieces of a row; shuffled."""
+    texts = [START_OF_TEXT + record["text"] + END_OF_TEXT for record in records]
+    pieces = [ids[start : start + width] for ids in encode_all(tokenizer, texts) for start in range(0, len(ids), width)]
+    return shuffled([(piece, [TEXT] * len(piece)) for piece in pieces if len(piece) > 1])
+
+
+def pack(documents: Sequence[Document], width: int = WIDTH) -> dict[str, np.ndarray]:
+    """Pack all documents into rows of so many tokens: the arrays of the module's docstring."""
+    placed = fill_rows([len(ids) for ids, _ in documents], width)
+    rows = {
+        name: np.zeros((len(placed), width), dtype)
+        for name, dtype in (("token_ids", np.uint16), ("segment_ids", np.uint8), ("roles", np.uint8))
+    }
+    for number, places in enumerate(placed):
+        start = 0
+        for segment, (ids, roles) in enumerate((documents[place] for place in places), 1):
+            end = start + len(ids)
+            for name, values in (("token_ids", ids), ("segment_ids", segment), ("roles", roles)):
+                rows[name][number, start:end] = values
+            start = end
+    return rows
+
+
+def shuffled(items: list, seed: int = 0) -> list:
+    """Shuffle the items, by their number and the seed alone."""
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
+
+
+def make_dataset(corpus: Path, tokenizer: Path, out: Path) -> None:
+    """Write the short rows of a corpus into a folder."""
+    encoder = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    for kind, documents_of in (("raw", raw_documents), ("chat", chat_documents)):
+        documents = documents_of(encoder, read_lines(corpus / f"{kind}_train.jsonl"))
+        folder = out / "shards" / kind
+        open_folder(folder, {"made_by": "scripts.demo.rows", "width": WIDTH})
+        as_data = [shards.Document(np.array(ids, np.int32), np.array(roles) == TEXT) for ids, roles in documents]
+        write_shard(folder, 0, as_data)
+        np.savez_compressed(out / f"{kind}_{WIDTH}.npz", **pack(documents))
+
+
+# --- long rows ------------------------------------------------------------------------------------------------------
+
+
+def texts_of(records: Iterable[Record]) -> dict[str, str]:
+    """Join the sources, and apart from them their docstrings, in a shuffled order."""
+    code, docs = [], []
+    for record in shuffled(list(records)):
+        code.append(record["text"].strip())
+        nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        docstrings = [ast.get_docstring(node) for node in ast.walk(parse(record["text"])) if isinstance(node, nodes)]
+        docs += [text for text in docstrings if text and len(text) > 80]
+    return {"code": "\n\n\n".join(code), "docstrings": "\n\n".join(docs)}
+
+
+def behind_texts(records: Iterable[Record], texts: Mapping[str, str], width: int) -> Iterator[dict[str, Any]]:
+    """Put a stretch of text before every record's prompt, with room for the rest of a row.
+
+    Kind, place and length follow from the prompt's hash.
+    """
+    for record in records:
+        rng = np.random.default_rng(int(digest(record["prompt"])[:12], 16))
+        text = texts[TEXT_KINDS[rng.integers(len(TEXT_KINDS))]]
+        size = int(rng.uniform(*TEXT_FRAC) * width * CHARS_PER_TOKEN)
+        start = int(rng.integers(max(1, len(text) - size)))
+        yield {**record, "prompt": f"{text[start : start + size].strip()}\n\n{record['prompt']}"}
+
+
+def make_long_dataset(corpus: Path, dataset: Path, tokenizer: Path, out: Path) -> None:
+    """Write long rows beside the short ones, long_prompts.jsonl and short_prompts.jsonl."""
+    encoder = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    copy_rows(dataset, out)
+    sources = read_lines(corpus / "raw_train.jsonl")
+    texts, tasks = texts_of(sources), shuffled(read_lines(corpus / "chat_train.jsonl"))
+    for width, count in LONG_WIDTHS.items():
+        behind, tasks = behind_texts(tasks[:count], texts, width), tasks[count:]
+        np.savez_compressed(out / f"chat_{width}.npz", **pack(chat_documents(encoder, behind, width), width))
+        np.savez_compressed(out / f"raw_{width}.npz", **pack(raw_documents(encoder, sources, width), width))
+    long, longer = LONG_WIDTHS
+    behind, short = tasks[:LONG_PROMPTS], tasks[LONG_PROMPTS:][:SHORT_PROMPTS]
+    prompts = [*behind_texts(behind[::3], texts, longer), *behind_texts(behind[1::3] + behind[2::3], texts, long)]
+    write_lines(out / "long_prompts.jsonl", shuffled(prompts))
+    write_lines(out / "short_prompts.jsonl", short)
+
+
+def copy_rows(folder: Path, out: Path) -> None:
+    """Copy the rows of a folder into another."""
+    out.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.npz"):
+        shutil.copy(path, out / path.name)
+
+
+# --- rows for practice ----------------------------------------------------------------------------------------------
+
+
+def kind_of(answer: list[int]) -> str:
+    """Judge an answer. GOOD ends by itself and does not loop; LOOPING does neither."""
+    distinct, total = loop_grams(answer)
+    loops = distinct < (1 - LOOPING_ABOVE) * total
+    ended = bool(answer) and answer[-1] == SPECIAL_TOKENS.index(RETURN)
+    return OTHER if loops == ended else LOOPING if loops else GOOD
+
+
+def repeats(answer: list[int]) -> np.ndarray:
+    """Mark the tokens [n] that end a run of LOOP_GRAM tokens that occurred before."""
+    grams: set[tuple[int, ...]] = set()
+    repeated = np.zeros(len(answer), bool)
+    for end in range(LOOP_GRAM, len(answer) + 1):
+        gram = tuple(answer[end - LOOP_GRAM : end])
+        repeated[end - 1] = gram in grams
+        grams.add(gram)
+    return repeated
+
+
+def lesson(document: shards.Document) -> tuple[str, Document]:
+    """Make (the answer's kind, the document with the roles of its tokens)."""
+    answer = document.token_ids[document.trained].tolist()
+    kind, roles = kind_of(answer), np.full(len(document.token_ids), PROMPT)
+    roles[document.trained] = np.where(repeats(answer), LOOP, PADDING) if kind == LOOPING else TEXT
+    return kind, (document.token_ids.tolist(), roles.tolist())
+
+
+def make_practice(written: Path, rows: Path, widths: tuple[int, ...], out: Path) -> None:
+    """Write rows: chat rows of these widths are half lessons of answers, half the corpus'; others stay as they are."""
+    copy_rows(rows, out)
+    lessons = [lesson(document) for document in read_shards(written)]
+    useful = shuffled([document for kind, document in lessons if kind != OTHER])
+    narrower = 0
+    for width in widths:
+        own = pack([document for document in useful if narrower < len(document[0]) <= width], width)
+        with np.load(rows / f"chat_{width}.npz", allow_pickle=False) as corpus:
+            most = max(len(own["roles"]), FEWEST_ROWS)
+            joined = {name: np.concatenate([own[name], corpus[name][:most]]) for name in own}
+        np.savez_compressed(out / f"chat_{width}.npz", **joined)
+        narrower = width

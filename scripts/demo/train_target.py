@@ -2,25 +2,15 @@
 
     python -m scripts.demo.train_target STAGE --data DIR --out DIR [--begin RUN] [--scale .01]
 
---data: a folder of scripts.demo.dataset or practice. --begin: the run whose parameters it starts from. Afterwards --out
-holds config.json, checkpoints/ (the newest), run.json (the recipe) and log.jsonl. After an interruption the same
-command goes on from the last checkpoint, step for step the same.
+--data: a folder of scripts.demo.rows. --begin: the run whose parameters it starts from. --out gets the newest
+checkpoint: after an interruption the same command goes on from it, step for step the same.
 """
 
-import dataclasses
-import importlib.metadata
-import json
 import time
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from peagle.ops.strict_json import dumps
-from scripts.demo.tuned import restart_tuned
-
-if __name__ == "__main__":
-    restart_tuned()
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transformers import AutoTokenizer
 
 from drafter.train.step import ROWS, devices_for
-from scripts.demo.rows import SEED, STAGES, Batch, Batches, Rows, make_batch
-from scripts.demo.tuned import BATCH_ROWS
+from scripts.demo.batches import BATCH_ROWS, SEED, STAGES, Batch, Batches, Rows
 from scripts.runs import new_parser
 from target import model
 from target.config import TargetConfig
@@ -45,11 +34,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 SUREST = -1e-6  # the greatest log-probability of an unwanted token that still has a finite loss
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.004, 0.002, 0.1
 LOG_EVERY = 10
-SAVE_SECONDS, EVALUATE_SECONDS = 180.0, 480.0
-EVALUATED_ROWS = 32
+SAVE_SECONDS = 180.0
 # The residual stream starts at the size of what the layers add to it, the predictions near uniform.
 EMBEDDING_SCALE, HEAD_SCALE = 0.5, 0.1
-CONFIG = {
+CONFIG = parse_config({
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
     "hidden_size": 192,
@@ -82,7 +70,7 @@ CONFIG = {
     "bos_token_id": 0,
     "pad_token_id": 1,
     "eos_token_id": 2,
-}
+})  # fmt: skip
 
 
 def log_likelihoods(params: TargetParams, config: TargetConfig, batch: Batch) -> jax.Array:
@@ -195,31 +183,6 @@ def next_state(config: TargetConfig, state: State, rate: jax.Array, batch: Batch
     return State(joined(params), update), loss
 
 
-def nats_and_tokens(config: TargetConfig, params: TargetParams, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Compute (weighted sum of negative log-likelihoods, sum of weights) over all devices' rows."""
-    weights = batch.weights[:, 1:]
-    return jax.lax.psum((-jnp.sum(log_likelihoods(params, config, batch) * weights), jnp.sum(weights)), ROWS)
-
-
-@lru_cache
-def compiled(function: Callable[..., Any], config: TargetConfig, num_whole: int, donated: int | None) -> Any:
-    """Compile a function of the config, num_whole arguments and a batch, whose rows the devices share."""
-    everywhere = PartitionSpec()
-    specs = {"in_specs": (*[everywhere] * num_whole, PartitionSpec(ROWS)), "out_specs": everywhere}
-    sharded = jax.shard_map(partial(function, config), mesh=devices_for(BATCH_ROWS), check_vma=False, **specs)
-    return jax.jit(sharded, donate_argnums=donated)
-
-
-def evaluate(params: TargetParams, config: TargetConfig, rows: Rows) -> float:
-    """Measure nats per token on EVALUATED_ROWS held-out rows; of chat, the assistant's."""
-    total = count = 0.0
-    for start in range(0, min(EVALUATED_ROWS, len(rows.roles)) - BATCH_ROWS + 1, BATCH_ROWS):
-        batch = make_batch([(rows, np.arange(start, start + BATCH_ROWS))], prompt_weight=0.0)
-        loss, tokens = compiled(nats_and_tokens, config, 1, None)(params, batch)
-        total, count = total + float(loss), count + float(tokens)
-    return total / count
-
-
 # --- a run's folder -------------------------------------------------------------------------------------------------
 
 
@@ -239,85 +202,53 @@ def restored(checkpoints: ocp.CheckpointManager, state: State) -> tuple[State, i
     return checkpoints.restore(step, args=ocp.args.StandardRestore(shapes)), step
 
 
-def load_run(folder: Path) -> tuple[TargetConfig, TargetParams]:
-    """Read (config, float32 parameters with fused experts) of a run's folder."""
-    config = read_config(folder)
-    with checkpoints_of(folder) as checkpoints:
-        state, step = restored(checkpoints, init_state(config))
+def params_of(run: Path) -> TargetParams:
+    """Read the float32 parameters, with fused experts, of a run's folder."""
+    with checkpoints_of(run) as checkpoints:
+        state, step = restored(checkpoints, init_state(CONFIG))
     if not step:
-        raise SystemExit(f"{folder} has no checkpoint; expected the folder of a training")
-    return config, state.params
-
-
-def read_config(folder: Path) -> TargetConfig:
-    """Read the config of a run's folder."""
-    return parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        raise SystemExit(f"{run} has no checkpoint; expected the folder of a training")
+    return state.params
 
 
 def export(run: Path, tokenizer: Path, out: Path) -> None:
     """Write a trained target as it ships: MXFP4 experts, the rest bfloat16, with its tokenizer."""
     encoder = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-    config, params = load_run(run)
     save_target(
         out,
-        params,
-        config,
+        params_of(run),
+        CONFIG,
         stop_token_ids=[encoder.eos_token_id, encoder.pad_token_id],
         pad_token_id=encoder.pad_token_id,
         extra_files={name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES},
     )
 
 
-def log(out: Path, **record: Any) -> None:
-    """Append a line to log.jsonl and print it."""
-    line = dumps({name: round(v, 5) if isinstance(v, float) else v for name, v in record.items()})
-    with (out / "log.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-    print(line, flush=True)
-
-
-class Clock:
-    """A clock that is due once in so many seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._last = seconds, time.monotonic()
-
-    def due(self) -> bool:
-        """Test whether it is due; then not again for so many seconds."""
-        if time.monotonic() - self._last < self._seconds:
-            return False
-        self._last = time.monotonic()
-        return True
-
-
-def train(out: Path, config: TargetConfig, batches: Batches, held_out: Mapping[str, Rows], begin: Path | None) -> None:
-    """Train from the last checkpoint to the last step."""
-    first_state = init_state(config)
+def train(out: Path, batches: Batches, begin: Path | None) -> None:
+    """Train from the last checkpoint to the last step; say every LOG_EVERY steps how it goes."""
+    first_state = init_state(CONFIG)
     if begin is not None:
-        first_state = first_state._replace(params=load_run(begin)[1])
+        first_state = first_state._replace(params=params_of(begin))
+    everywhere, in_rows = PartitionSpec(), PartitionSpec(ROWS)
+    specs = {"in_specs": (everywhere, everywhere, in_rows), "out_specs": everywhere, "check_vma": False}
+    step_of = jax.shard_map(partial(next_state, CONFIG), mesh=devices_for(BATCH_ROWS), **specs)
+    step_of = jax.jit(step_of, donate_argnums=0)
     with checkpoints_of(out) as checkpoints:
         state, first = restored(checkpoints, first_state)
-        step_of, steps = compiled(next_state, config, 2, 0), batches.steps
-        saving, evaluating = Clock(SAVE_SECONDS), Clock(EVALUATE_SECONDS)
         losses: list[jax.Array] = []
-        tokens = 0
-        start = mark = time.monotonic()
-        for step in range(first, steps):
-            batch, last = batches.at(step), step + 1 == steps
-            state, loss = step_of(state, np.float32(batches.rate_at(step)), batch)
+        start = saved = time.monotonic()
+        for step in range(first, batches.steps):
+            state, loss = step_of(state, np.float32(batches.rate_at(step)), batches.at(step))
             losses.append(loss)
-            tokens += batch.token_ids.size
-            if (step + 1) % LOG_EVERY == 0 or last:
-                mean, now = float(jnp.mean(jnp.stack(losses))), time.monotonic()
-                left = (steps - step - 1) * (now - start) / (step + 1 - first)
-                speed = tokens / (now - mark)
-                log(out, step=step + 1, steps=steps, loss=mean, tok_per_s=speed, elapsed_s=now - start, left_s=left)
-                losses, mark, tokens = [], now, 0
-            if evaluating.due() or last:
-                nats = {name: evaluate(state.params, config, rows) for name, rows in held_out.items()}
-                log(out, step=step + 1, **nats)
-            if saving.due() or last:
-                checkpoints.save(step + 1, args=ocp.args.StandardSave(state))
+            done, now = step + 1, time.monotonic()
+            if done % LOG_EVERY == 0 or done == batches.steps:
+                left_s = (batches.steps - done) * (now - start) / (done - first)
+                mean = float(jnp.mean(jnp.stack(losses)))
+                print(f"step {done} of {batches.steps}: loss {mean:.4f}, {left_s:.0f} s left", flush=True)
+                losses = []
+            if now - saved > SAVE_SECONDS or done == batches.steps:
+                checkpoints.save(done, args=ocp.args.StandardSave(state))
+                saved = now
 
 
 def main() -> None:
@@ -329,23 +260,10 @@ def main() -> None:
     parser.add_argument("--begin", type=Path, help="start from this run's parameters")
     parser.add_argument("--scale", type=float, default=1, help="share of the stage's tokens (default %(default)s)")
     arguments = parser.parse_args()
-    out, stage = arguments.out, STAGES[arguments.stage]
-    out.mkdir(parents=True, exist_ok=True)
-    config = dumps(CONFIG, indent=2) + "\n"
-    if arguments.begin is not None:
-        config = (arguments.begin / "config.json").read_text(encoding="utf-8")
-    if (out / "config.json").exists() and (out / "config.json").read_text(encoding="utf-8") != config:
-        parser.error(f"{out / 'config.json'} is of another model; expected the same, or another --out")
-    (out / "config.json").write_text(config, encoding="utf-8")
-    batches = Batches(stage, {kind: Rows(arguments.data / f"{kind}.npz") for kind in stage.kinds}, arguments.scale)
-    recipe = {
-        "stage": arguments.stage, "steps": batches.steps, **dataclasses.asdict(stage), "muon_rate": MUON_RATE,
-        "adam_rate": ADAM_RATE, "weight_decay": WEIGHT_DECAY, "seed": SEED, "devices": len(jax.devices()),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
-    }  # fmt: skip
-    (out / "run.json").write_text(dumps(recipe, indent=1) + "\n", encoding="utf-8")
-    held_out = {path.stem: Rows(path) for path in sorted(arguments.data.glob("*_heldout*.npz"))}
-    train(out, read_config(out), batches, held_out, arguments.begin)
+    stage = STAGES[arguments.stage]
+    rows = {kind: Rows(arguments.data / f"{kind}.npz") for kind in stage.kinds}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    train(arguments.out, Batches(stage, rows, arguments.scale), arguments.begin)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 
 import peagle
 from drafter.dialects import open_drafter, parse_config
-from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, resolve
+from peagle.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, drafter_path, resolve
 from peagle.engine.request import Request
 from peagle.measure.metrics import speculative_decoding_block
 from peagle.ops import strict_json
@@ -32,9 +32,9 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.pair import Pair
 from peagle.result import decode
-from scripts.peers.measure import write_unquantised
-from scripts.peers.roster import cannot_run, start
-from scripts.runs import ROOT, Json, add_prompt_options, in_one_line, new_parser, numbers, origin, prompted
+from scripts.peers.remote import cannot_run, start
+from scripts.runs import ROOT, Json, expect_least, first_requests, in_one_line, new_parser, numbers, origin
+from scripts.scenarios.peers import write_unquantised
 
 GOLDEN = ROOT / "tests" / "golden" / "vllm.jsonl"
 DRAFTERS = (DEMO, DEMO_EAGLE3)
@@ -137,20 +137,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vllm-python", required=True, metavar="PATH", help="a Python that has vLLM")
     parser.add_argument("--drafters", default=",".join(DRAFTERS), help="directories, with commas (default %(default)s)")
     parser.add_argument("-k", default="3,7", help="drafts of a step, with commas (default %(default)s)")
-    add_prompt_options(parser, num_prompts=3, max_new_tokens=48)
+    parser.add_argument("--target", default=DEMO, help="a target's directory (default: the demo's)")
+    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines (default: the demo's held-out ones)")
+    parser.add_argument("--num-prompts", type=int, default=3, help="how many of them (default %(default)s)")
+    parser.add_argument("-n", "--max-new-tokens", type=int, default=48, help="per prompt (default %(default)s)")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     return in_one_line("golden.vllm", lambda: record(parser.parse_args(typed), typed))
 
 
 def record(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything, then run vLLM, then write the file."""
+    expect_least(1, options, "num_prompts")
     drafters = list(dict.fromkeys(options.drafters.split(",")))
     draftings = [Drafting(drafter, k) for drafter in drafters for k in numbers("-k", options.k)]
     if why := cannot_run("--vllm-python", options.vllm_python, "vllm"):
         raise InputError(f"vLLM cannot run here: {why}")
     directories = {drafter: with_weights(options.target, drafter) for drafter in drafters}
     pair = peagle.load(options.target, None, dtype="float32")
-    requests = prompted(options, pair)
+    requests = first_requests(pair, options.prompts, options.num_prompts, options.max_new_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "target"
         write_unquantised(resolve(options.target, "target"), copy, np.float32)

@@ -2,7 +2,10 @@
 
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
+
+from scripts.runs import Json, spread
 
 PROC = Path("/proc")
 _IDLE = (3, 4)  # fields of /proc/stat's first line that are not work: idle, waiting for a disk
@@ -59,3 +62,8 @@ class Bystanders:
         except OSError:
             return None
         return sum(int(value) for i, value in enumerate(fields) if i not in _IDLE) - own
+
+
+def others_of(lines: Iterable[Json]) -> Json | None:
+    """Summarise the share that others took in the rounds of lines; None if it is not known."""
+    return spread([line["others_frac"] for line in lines if line["round"] and line["others_frac"] is not None])

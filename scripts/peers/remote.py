@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
 from scripts.runs import ROOT, last_line
 
 
@@ -76,3 +78,20 @@ class Child:
     def _died(self) -> InputError:
         status = self._process.wait()
         return InputError(f"{self._name}: its process ended with status {status} ({last_line(self._log)})")
+
+
+def start(name: str, python: str, kind: str, options: Mapping[str, Any]) -> Child:
+    """Load a worker's engine in a process of its own. kind: a key of worker.KINDS. Raises InputError."""
+    return Child(name, [python, "-m", "scripts.peers.worker", kind, dumps(dict(options))])
+
+
+def cannot_run(option: str, python: str | None, module: str) -> str | None:
+    """Say why the Python that an option names cannot run a peer's module; None if it can."""
+    if python is None:
+        return f"no {option} was given"
+    if shutil.which(python) is None:
+        return f"there is no such program as {option} names"
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    if subprocess.run([python, "-c", find], capture_output=True, check=False).returncode:
+        return f"the Python that {option} names has no {module}"
+    return None

@@ -1,6 +1,6 @@
-"""Drive transformers' GptOssForCausalLM.
+"""Drive transformers' GptOssForCausalLM, one request at a time.
 
-It runs with the fastest of its expert implementations at every width and, on a GPU, with the faster of its caches.
+It runs with the fastest of its expert implementations and, on a GPU, with the faster of its caches.
 """
 
 import inspect
@@ -12,16 +12,18 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GptOssForCausalLM, Mxfp4Config
 
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-# batched_mm copies the weights of all selected experts of all rows: too much at a prompt's width
-COPYING, WIDEST_COPY = "batched_mm", 8
+FOR_PROMPTS = ("eager", "grouped_mm")
+# copies the weights of all selected experts of all rows: too much at a prompt's width
+FOR_DECODING = (*FOR_PROMPTS, "batched_mm")
 TRIALS = 3
-GROWING, STATIC = "growing cache, eager", "static cache, compiled"
 TRIED_TOKENS = 16
 
 
-def load(directory: str, dtype: str, mxfp4: bool, num_threads: int, device: str) -> "Transformers":
-    """Load a checkpoint in `dtype` on a device; transformers dequantises MXFP4 experts."""
+def load(directory: str, dtype: str, mxfp4: bool, num_threads: int, device: str, prompt_tokens: int) -> "Transformers":
+    """Load a checkpoint in `dtype` on a device; transformers dequantises MXFP4 experts.
+
+    What is fastest for prompts of so many tokens is chosen.
+    """
     torch.set_num_threads(num_threads)
     transformers.utils.logging.disable_progress_bar()
     model = GptOssForCausalLM.from_pretrained(
@@ -33,91 +35,85 @@ def load(directory: str, dtype: str, mxfp4: bool, num_threads: int, device: str)
     wrong = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}"}
     if wrong:
         raise TypeError(f"transformers loaded parameters in {sorted(wrong)}; expected {dtype} only")
-    return Transformers(model.to(device).eval(), tries_static=device != "cpu")
+    engine = Transformers(model.to(device).eval())
+    engine.choose(list(range(prompt_tokens)), tries_static=device != "cpu")
+    return engine
 
 
 class Transformers:
     """See worker.Engine."""
 
-    def __init__(self, model: GptOssForCausalLM, tries_static: bool) -> None:
-        self._model = model
-        self._tries_static, self._static = tries_static, False  # decoding
-        self._best: dict[int, str] = {}  # by width
+    def __init__(self, model: GptOssForCausalLM) -> None:
+        self._model, self._errors = model, dict[str, str]()
+        self._for_prompts, self._for_decoding, self._static = FOR_PROMPTS[0], FOR_DECODING[0], False
         self._cache = DynamicCache()
         # transformers before 5.24 calls it past_key_values, and warns of that name since
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     def describe(self) -> dict[str, Any]:
+        kind = f"{self._model.dtype}, {self._model.device}".replace("torch.", "")
+        cache = "static cache, compiled" if self._static else "growing cache, eager"
         return {
             "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
-            "computes": f"torch {torch.__version__}, {self._model.dtype}, {self._model.device}".replace("torch.", ""),
+            "computes": f"{kind}; experts {self._for_prompts}, decoding {self._for_decoding}; {cache}",
+            "errors": self._errors,
         }
 
-    def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """Time all implementations: {"best": {width: name}, "seconds": {width: {name: least}}}.
+    def choose(self, prompt_ids: list[int], tries_static: bool) -> None:
+        """Choose the fastest implementations and cache."""
 
-        If there are two caches, also {"decoding": {cache: seconds of some tokens, or its error}}, and `describe` with
-        the faster cache.
-        """
-        seconds = {width: self._time_all(prompt_ids, width) for width in {*widths, len(prompt_ids)}}
-        self._best = {width: min(times, key=times.__getitem__) for width, times in seconds.items()}
-        choice: dict[str, Any] = {"best": self._best, "seconds": seconds}
-        if self._tries_static:
-            choice["decoding"] = self._time_decoding(prompt_ids)
-            way = STATIC if self._static else GROWING
-            choice |= {**self.describe(), "computes": f"{self.describe()['computes']}, {way}"}
-        return choice
+        def seconds(figure: str, way: str) -> float:
+            try:
+                runs = [self.decode([prompt_ids], TRIED_TOKENS)[figure] for _ in range(TRIALS)]
+            except Exception as error:  # what does not run is recorded by its error
+                self._errors[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                return float("inf")
+            return float(min(runs[1:]))
 
-    def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
+        def prompts_by(name: str) -> float:
+            self._for_prompts = name
+            return seconds("prefill_s", name)
+
+        def decoding_by(way: tuple[str, bool]) -> float:
+            self._for_decoding, self._static = way
+            return seconds("decode_s", f"{way[0]}{', static' * way[1]}")
+
+        self._for_prompts = min(FOR_PROMPTS, key=prompts_by)
+        caches = (False, True) if tries_static else (False,)
+        ways = [(name, static) for name in FOR_DECODING for static in caches]
+        self._for_decoding, self._static = min(ways, key=decoding_by)
+
+    def decode(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
         """See worker.Engine."""
+        (prompt_ids,) = prompts
         if self._static:
-            self._choose(1)
-            (prefill_s, _), (all_s, token_ids) = self._generate(prompt_ids, 1), self._generate(prompt_ids, num_tokens)
-            return {"prefill_s": prefill_s, "decode_s": all_s - prefill_s, "token_ids": token_ids}
-        self._choose(len(prompt_ids))
-        started = time.perf_counter()
-        token_ids = [self._begin(prompt_ids)]
-        prefilled = time.perf_counter()
-        self._choose(1)
-        while len(token_ids) < num_tokens:
-            token_ids += self._extend(token_ids[-1:])[1]
-        ended = time.perf_counter()
-        return {"prefill_s": prefilled - started, "decode_s": ended - prefilled, "token_ids": token_ids}
-
-    def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
-        """See worker.Engine."""
-        self._choose(len(prompt_ids))
-        self._begin(prompt_ids)
-        self._choose(len(passes[0]))
-        self._pass(passes[-1])
-        started = time.perf_counter()
-        for token_ids in passes:
-            self._pass(token_ids)
-        return {"pass_s": (time.perf_counter() - started) / len(passes)}
+            self._model.set_experts_implementation(self._for_decoding)
+            prefill_s, _ = self._generate(prompt_ids, 1)
+            whole_s, token_ids = self._generate(prompt_ids, num_tokens)
+        else:
+            started = time.perf_counter()
+            token_ids = [self._begin(prompt_ids)]
+            prefill_s = time.perf_counter() - started
+            while len(token_ids) < num_tokens:
+                token_ids += self._extend(token_ids[-1:])[1]
+            whole_s = time.perf_counter() - started
+        decode_s = whole_s - prefill_s
+        return {"prefill_s": prefill_s, "decode_s": decode_s, "steps": num_tokens - 1, "token_ids": [token_ids]}
 
     def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
         """See worker.Engine."""
-        self._choose(len(prompt_ids))
         self._begin(prompt_ids)
-        rows = []
-        for token_ids in passes:
-            self._choose(len(token_ids))
-            rows.append(self._extend(token_ids)[0].float().cpu().numpy())
-        np.save(path, np.concatenate(rows))
+        np.save(path, np.concatenate([self._extend(token_ids)[0].float().cpu().numpy() for token_ids in passes]))
         return {}
-
-    def _choose(self, width: int) -> None:
-        # before `prepare`, transformers chooses
-        if width in self._best:
-            self._model.set_experts_implementation(self._best[width])
 
     @torch.inference_mode()
     def _begin(self, prompt_ids: list[int]) -> int:
         """Fill a new cache with the prompt; return the greedy token after it."""
-        # without the config sliding layers keep all tokens, so that they can be rolled back
+        self._model.set_experts_implementation(self._for_prompts)
         self._cache = DynamicCache()
-        output = self._run(prompt_ids, logits_to_keep=1)
-        return int(output.logits[0, -1].argmax())
+        token = int(self._run(prompt_ids, logits_to_keep=1).logits[0, -1].argmax())
+        self._model.set_experts_implementation(self._for_decoding)
+        return token
 
     @torch.inference_mode()
     def _extend(self, token_ids: list[int]) -> tuple[torch.Tensor, list[int]]:
@@ -125,10 +121,6 @@ class Transformers:
         logits = self._run(token_ids).logits[0]
         greedy: list[int] = logits.argmax(-1).tolist()
         return logits, greedy
-
-    def _pass(self, token_ids: list[int]) -> None:
-        self._extend(token_ids)
-        self._cache.crop(-len(token_ids))
 
     def _run(self, token_ids: list[int], **options: int) -> Any:
         return self._model(self._tensor(token_ids), **{self._cache_name: self._cache}, **options)
@@ -154,32 +146,3 @@ class Transformers:
         if len(token_ids) < num_tokens:
             raise RuntimeError(f"{len(token_ids)} tokens came; expected {num_tokens}")
         return seconds, token_ids
-
-    def _time_decoding(self, prompt_ids: list[int]) -> dict[str, float | str]:
-        """Time both caches, and keep the faster."""
-        tried: dict[str, float | str] = {}
-        for way, static in ((GROWING, False), (STATIC, True)):
-            self._static = static
-            try:
-                runs = [self.decode(prompt_ids, TRIED_TOKENS)["decode_s"] for _ in range(TRIALS)]
-                tried[way] = min(runs[1:])
-            except Exception as error:  # an unusable cache is recorded by its error
-                tried[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        times = {way: seconds for way, seconds in tried.items() if isinstance(seconds, float)}
-        self._static = bool(times) and min(times, key=times.__getitem__) == STATIC
-        return tried
-
-    def _time_all(self, prompt_ids: list[int], width: int) -> dict[str, float]:
-        names = [name for name in IMPLEMENTATIONS if name != COPYING or width <= WIDEST_COPY]
-        return {name: self._time(name, prompt_ids, width) for name in names}
-
-    def _time(self, implementation: str, prompt_ids: list[int], width: int) -> float:
-        self._model.set_experts_implementation(implementation)
-        tokens = np.random.default_rng(width).integers(0, self._model.config.vocab_size, (TRIALS + 1, width)).tolist()
-        seconds = []
-        self._begin(prompt_ids[:1])
-        for token_ids in tokens:
-            started = time.perf_counter()
-            self._pass(token_ids)
-            seconds.append(time.perf_counter() - started)
-        return min(seconds[1:])

@@ -35,15 +35,13 @@ def load(
     parallel: bool = False,
     gpu_memory_frac: float | None = None,
     counts_steps: bool = False,
-    names_experts: bool = False,
 ) -> "Vllm":
     """Load a target, with a drafter or without.
 
     dtype: float32 or bfloat16. parallel: the drafter is a P-EAGLE. gpu_memory_frac: of the GPU's memory, for weights
-    and caches; None: a CPU. counts_steps: keep each step's number of accepted drafts, for `answer`. names_experts:
-    compute without graphs, for `experts`.
+    and caches; None: a CPU. counts_steps: keep each step's number of accepted drafts, for `answer`.
     """
-    options: dict[str, Any] = {"enforce_eager": True} if names_experts or gpu_memory_frac is None else {}
+    options: dict[str, Any] = {"enforce_eager": True} if gpu_memory_frac is None else {}
     if gpu_memory_frac is not None:
         options["gpu_memory_utilization"] = gpu_memory_frac
     if drafter is not None:
@@ -68,7 +66,7 @@ def load(
 
 
 class Vllm:
-    """See worker.Engine. Times of decoding are those of N tokens less those of one, which the prompts take."""
+    """See worker.Engine."""
 
     def __init__(self, llm: LLM, computes: str) -> None:
         self._llm, self._computes = llm, computes
@@ -76,46 +74,13 @@ class Vllm:
     def describe(self) -> dict[str, Any]:
         return {"version": f"vLLM {vllm.__version__}, torch {torch.__version__}", "computes": self._computes}
 
-    def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        prefill_s, _ = self._timed([prompt_ids], 1)
-        whole_s, (token_ids,) = self._timed([prompt_ids], num_tokens)
-        return {"prefill_s": prefill_s, "decode_s": whole_s - prefill_s, "token_ids": token_ids}
-
-    def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """See worker.BatchingEngine."""
-        prefill_s, _ = self._timed(prompts, 1)
-        whole_s, token_ids = self._timed(prompts, num_tokens)
-        return {"decode_s": whole_s - prefill_s, "token_ids": token_ids}
-
-    def speculate(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """See worker.SpeculativeEngine."""
+    def decode(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+        """See worker.Engine."""
         prefill_s, _ = self._timed(prompts, 1)
         before = self._num_steps()
-        whole_s, _ = self._timed(prompts, num_tokens)
-        return {"decode_s": whole_s - prefill_s, "steps": (self._num_steps() - before) / len(prompts)}
-
-    def experts(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """See worker.RoutingEngine. Prompts run one by one, and hooks read the logits of the routers."""
-        rows: list[list[int]] = []
-        top_k = self._llm.llm_engine.model_config.hf_text_config.num_experts_per_tok
-
-        def read(_module: Any, _inputs: Any, output: Any) -> None:
-            logits = output[0] if isinstance(output, tuple) else output
-            rows.append(torch.topk(logits[-1].float(), top_k).indices.tolist())
-
-        def hook(model: torch.nn.Module) -> list[Any]:
-            routers = [module for name, module in model.named_modules() if name.endswith(".router")]
-            return [router.register_forward_hook(read) for router in routers]
-
-        (hooks,) = self._llm.apply_model(hook)  # in this process, so that it returns them
-        chosen = []
-        for prompt_ids in prompts:
-            rows.clear()
-            self._timed([prompt_ids], 1)
-            chosen.append(rows[-len(hooks) :])
-        for handle in hooks:
-            handle.remove()
-        return {"chosen": chosen}
+        whole_s, token_ids = self._timed(prompts, num_tokens)
+        steps = (self._num_steps() - before) / len(prompts) or num_tokens - 1  # counted with drafts alone
+        return {"prefill_s": prefill_s, "decode_s": whole_s - prefill_s, "steps": steps, "token_ids": token_ids}
 
     def answer(self, prompt_ids: list[int], num_tokens: int, stop_token_ids: list[int]) -> dict[str, Any]:
         """Decode greedily: {"token_ids": with the stop token, "speculative_decoding": counts}.

@@ -24,57 +24,21 @@ KINDS = {
 
 
 class Engine(Protocol):
-    """The calls of an engine; roster.Entry says which it has. Token ids are lists of integers; times are seconds."""
+    """The calls of an engine. Token ids are lists of integers; times are seconds."""
 
     def describe(self) -> dict[str, Any]:
         """Name the software for the page: {"version": ..., "computes": ...}."""
         ...
 
-    def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """Choose implementations and compile, for passes of these widths after such a prompt."""
-        ...
+    def decode(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+        """Decode the prompts together, greedily: {"prefill_s", "decode_s", "steps": of a request, "token_ids"}.
 
-    def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        """Decode plainly: {"prefill_s": until the first token, "decode_s": after it, "token_ids"}."""
-        ...
-
-    def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
-        """Time verify passes: {"pass_s": mean time of a pass of T rows after the prompt}.
-
-        A pass ends when the greedy tokens of all rows are known; then its rows are rolled back.
+        decode_s: of all tokens of all requests, less prefill_s: of one token each, which the prompts take.
         """
         ...
 
     def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
         """Write float32 logits [tokens, vocabulary] of the passes, which follow the prompt."""
-        ...
-
-
-class BatchingEngine(Engine, Protocol):
-    """An engine that decodes several requests together."""
-
-    def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """Decode the prompts together, plainly and greedily.
-
-        {"decode_s": for num_tokens - 1 steps of all requests, after the last prefill; "token_ids": a list per request,
-        as far as they were read by then}.
-        """
-        ...
-
-
-class RoutingEngine(Engine, Protocol):
-    """An engine that says which experts its rows use."""
-
-    def experts(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Return the experts of each prompt's last token, by layer: {"chosen": [prompt][layer][k]}."""
-        ...
-
-
-class SpeculativeEngine(Engine, Protocol):
-    """An engine with a drafter."""
-
-    def speculate(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """Decode the prompts together with K drafts in every step: {"decode_s": as above, "steps": of a request}."""
         ...
 
 

@@ -5,8 +5,6 @@
 Every size has a P-EAGLE of four layers, and at least four target layers. Draft i is accepted at rate^i in the mean; the
 chance of one draft is drawn, and its confidence is that chance, off by up to a tenth
 (peagle.engine.step.accept.draw_synthetic). Engines decode the same random requests in turns.
-
-Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
 
 import argparse
@@ -33,7 +31,7 @@ from peagle.workflows.random_checkpoint import (
     write_random_drafter,
 )
 from scripts import runs
-from scripts.runs import Json, Progress, RawLines, cell
+from scripts.runs import Json, Progress, Run
 from scripts.steps import random_request, synthetic_engine, time_steps
 
 PROMPT_TOKENS = 64
@@ -55,10 +53,11 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     runs.expect_least(1, options, "rounds", "new_tokens")
     if unknown := [size for size in options.sizes if size not in SIZES]:
         raise InputError(f"{unknown[0]} is no size; expected some of {', '.join(SIZES)}")
-    rates, temperatures = rates_of(options.rates), temperatures_of(options.temperatures)
+    rates = runs.numbers("--rates", options.rates, 0.01, 0.99, float)
+    temperatures = runs.numbers("--temperatures", options.temperatures, 0, 2, float)
     ks, requests = runs.numbers("-k", options.k), runs.numbers("--requests", options.requests)
     cases = list(itertools.product(rates, temperatures, requests))
-    raw, progress = RawLines(options.out), Progress(total=len(options.sizes) * len(cases))
+    run, progress = Run(options.out, typed, {"rounds": options.rounds}), Progress(total=len(options.sizes) * len(cases))
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as scratch:
             pair = random_pair(Path(scratch), size)
@@ -67,33 +66,10 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
                 shape = (options.new_tokens, PROMPT_TOKENS, SamplingParams(temperature=temperature))
                 together = [random_request(pair.target.vocab_size, number, *shape) for number in range(count)]
                 rows = measure(pair, rate, together, ks, options.rounds)
-                raw.extend({"size": size, "rate": rate, "temperature": temperature, **row} for row in rows)
+                run.extend({"size": size, "rate": rate, "temperature": temperature, **row} for row in rows)
     progress.end()
-    record = runs.new_record(typed, {"rounds": options.rounds}, rows=raw.lines)
-    runs.write_run(options.out, record, page(record))
+    run.write(page, rows=run.lines)
     return 0
-
-
-def rates_of(typed: str) -> list[float]:
-    """Parse rates of acceptance. Raises InputError."""
-    try:
-        rates = [float(rate) for rate in typed.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate < 1 for rate in rates):
-        raise InputError(f"--rates is {typed!r}; expected --rates between 0 and 1, with commas between")
-    return rates
-
-
-def temperatures_of(typed: str) -> list[float]:
-    """Parse temperatures. Raises InputError."""
-    try:
-        temperatures = [float(temperature) for temperature in typed.split(",")]
-        for temperature in temperatures:
-            SamplingParams(temperature=temperature)
-    except (ValueError, InputError):
-        raise InputError(f"--temperatures is {typed!r}; expected numbers from 0 to 2 with commas between") from None
-    return temperatures
 
 
 def random_pair(scratch: Path, size: str) -> Pair:
@@ -116,33 +92,23 @@ def measure(pair: Pair, rate: float, requests: Sequence[Request], ks: Sequence[i
     yield from time_steps(engines, requests, rounds)
 
 
-def at_mean_acceptance(row: Json) -> str:
+def at_mean_acceptance(row: Json) -> float | None:
     """Divide the tokens that a step of a fixed K emits in the mean by its time in plain steps."""
     if row["k"] in (0, AUTO):
-        return ""
-    return f"{sum(row['rate'] ** i for i in range(row['k'] + 1)) / row['cycle_cost']:.2f}"
+        return None
+    return sum(row["rate"] ** i for i in range(row["k"] + 1)) / row["cycle_cost"]
 
 
 def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
-    columns = {
-        "size": cell("size"),
-        "acceptance": cell("rate", "g"),
-        "temperature": cell("temperature", "g"),
-        "requests": cell("batch"),
-        "K": lambda row: "plain" if row["k"] == 0 else str(row["k"]),
-        "over plain": cell("speedup", ".2f"),
-        "at the mean acceptance": at_mean_acceptance,
-        "ms a step": cell("step_ms", ".2f"),
-        "tokens a step": cell("tokens_a_step", ".2f"),
-        "rows a token": cell("rows_a_token", ".2f"),
-    }
+    rows = [{**row, "at_mean_acceptance": at_mean_acceptance(row)} for row in record["rows"]]
+    columns = ("size", "rate", "temperature", "batch", "k", "speedup", "at_mean_acceptance")
     return [
         *runs.title("auto compared with fixed K, synthetic acceptance", record),
-        f"Random weights, {LEAST_LAYERS} layers or more, a P-EAGLE of four layers. Draft i is accepted at acceptance^i "
+        f"Random weights, {LEAST_LAYERS} layers or more, a P-EAGLE of four layers. Draft i is accepted at rate^i "
         "in the mean; one draft's own chance is drawn (u^((1 - r) / r), u uniform), and its confidence is that chance, "
-        f"off by up to {NOISE:g}. {record['config']['rounds']} rounds in turns; over plain: the median of rounds. "
-        "At the mean acceptance: without the luck of the draws. Rows: of the target, each step's first and its "
+        f"off by up to {NOISE:g}. {record['config']['rounds']} rounds in turns; speedup, over plain: the median of "
+        "rounds. At mean acceptance: without the luck of the draws. Rows: of the target, each step's first and its "
         "verified drafts.",
-        runs.table(record["rows"], columns),
+        runs.table(rows, *columns, "step_ms", "tokens_a_step", "rows_a_token"),
     ]

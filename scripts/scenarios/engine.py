@@ -6,38 +6,36 @@
 A model runs in one process for this checkout, and in one for CHECKOUT, whose kernels must be compiled. They take turns
 by case and round, one at a time. Tokens are random and equal on both sides. The demo drafts with its P-EAGLE, other
 models with n-grams.
-
-Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from peagle.checkpoints import DEMO
-from peagle.measure.reports import Block, Table, heading
+from peagle.measure.reports import Block
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts import runs
 from scripts.peers.remote import Child
-from scripts.runs import ROOT, Json, Progress, RawLines
+from scripts.runs import ROOT, Json, Lines, Progress, Run
 
 NOW, BEFORE = "now", "before"
-Key = tuple[str, str, str, int]  # of a line: model, case, side, round
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
 PROMPTS = (512, 2048)
 SHARE = 0.25  # of the contexts' memory
+WARM_UP = "warm_up"  # a call that is timed in the round that warms up, and only there
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A measurement: its row on the page, its figure (by name) and the worker's call.
 
-    over: the row whose tokens a second it is divided by; only this checkout runs such a case. None: it is divided by
-    the other checkout's.
+    over: the row that its figure is divided by; only this checkout runs such a case. None: it is divided by the other
+    checkout's.
     """
 
     name: str
@@ -45,19 +43,6 @@ class Case:
     call: str
     arguments: Json
     over: str | None = None
-
-    def text(self, figure: Json | None) -> str:
-        """Format the median of its figure, tokens a second or milliseconds; empty if there is none."""
-        if figure is None:
-            return ""
-        is_rate = self.figure.endswith("per_s")
-        return f"{figure['median']:,.0f}" if is_rate else f"{figure['median'] * 1e3:.1f} ms"
-
-    def ratio(self, model: str, number: int, lines: Mapping[Key, Json]) -> float | None:
-        """Divide a round's figure by that of `over`; None if that was not measured."""
-        below = lines.get((model, self.over or self.name, NOW if self.over else BEFORE, number))
-        now = lines[model, self.name, NOW, number][self.figure]
-        return None if below is None else now / below["tok_per_s" if self.over else self.figure]
 
 
 def cases(long: int) -> Iterator[Case]:
@@ -80,10 +65,11 @@ def cases(long: int) -> Iterator[Case]:
     at_random = "60 requests that arrive at random, with one of 4,096 tokens among them: 99 % of waits for a token"
     arrivals = {"requests": 60, "slots": 8, "prompt": 40, "new": 60, "long": 4096, "load": 0.8}
     yield Case(at_random, "itl_p99_s", "arrivals", arrivals)
-    little = f"64 requests of 200 to 6,000 tokens in {SHARE:.0%} of their memory"
-    memory = {"requests": 64, "least": 200, "most": 6000, "new": 100, "frac": SHARE}
-    yield Case(little, "scarce_tok_per_s", "memory", memory, over=little)
-    yield Case("warm-up of 32 slots, K = 3", "warm_up_s", "warm_up", {"slots": 32, "k": 3, "context": 4096})
+    several = "64 requests of 200 to 6,000 tokens"
+    memory = {"requests": 64, "least": 200, "most": 6000, "new": 100}
+    yield Case(several, "tok_per_s", "memory", {**memory, "frac": None})
+    yield Case(f"{several} in {SHARE:.0%} of their memory", "tok_per_s", "memory", {**memory, "frac": SHARE}, several)
+    yield Case("warm-up of 32 slots, K = 3", "warm_up_s", WARM_UP, {"slots": 32, "k": 3, "context": 4096})
 
 
 def _one(slots: int, k: int, prompt: int, new: int) -> Json:
@@ -115,13 +101,12 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     chosen = [case for case in chosen if not any(text in case.name for text in options.skip)]
     if not chosen:
         raise InputError(f"no case is left; expected --only {options.only!r} to begin a case's name, and --skip to fit")
-    raw, progress = RawLines(options.out), Progress()
+    run, progress = Run(options.out, typed, {"rounds": options.rounds}), Progress()
     roots = {NOW: ROOT} | ({BEFORE: options.before.resolve()} if options.before else {})
     for target in options.targets:
-        raw.extend(measure(target, roots, chosen, options.rounds, progress))
+        run.extend(measure(target, roots, chosen, options.rounds, progress))
     progress.end()
-    record = runs.new_record(typed, {"rounds": options.rounds}, figures=figures(raw.lines, chosen))
-    runs.write_run(options.out, record, page(record, chosen))
+    run.write(page, rows=rows(run.lines, chosen))
     return 0
 
 
@@ -142,48 +127,31 @@ def measure(
             for case in chosen:
                 progress.part(f"{name}, {case.name}")
                 for side in runs.rotated(list(children), number):
-                    if side == NOW or case.over is None:
+                    if (side == NOW or case.over is None) and (number == 0 or case.call != WARM_UP):
                         line = {"model": name, "case": case.name, "side": side, "round": number}
                         yield line | children[side].call(case.call, **case.arguments)
 
 
-def figures(lines: Sequence[Json], chosen: Sequence[Case]) -> Json:
-    """Take spreads over rounds, of figures and of their ratios within a round."""
-    by_key = {(line["model"], line["case"], line["side"], line["round"]): line for line in lines}
-    rounds = sorted({line["round"] for line in lines})
-    result: Json = {}
+def rows(lines: Sequence[Json], chosen: Sequence[Case]) -> list[Json]:
+    """Make a row per model and case: spreads over rounds, of figures and of their ratios within a round."""
+    made = []
     for model in dict.fromkeys(line["model"] for line in lines):
         for case in chosen:
-            timed = rounds[:1] if case.call == "warm_up" else rounds[1:]
-            values: dict[str, list[float]] = {}
-            for side in (NOW, BEFORE):
-                keys = [(model, case.name, side, number) for number in timed]
-                values[side] = [by_key[key][case.figure] for key in keys if key in by_key]
-            ratios = (case.ratio(model, number, by_key) for number in timed)
-            values["ratio"] = [ratio for ratio in ratios if ratio is not None]
-            spreads = {name: runs.spread(figures) for name, figures in values.items() if figures}
-            result.setdefault(model, {})[case.name] = spreads
-    return result
+            timed = Lines(line for line in lines if line["round"] or case.call == WARM_UP)
+            sides = {side: {"model": model, "case": case.name, "side": side} for side in (NOW, BEFORE)}
+            row = {"model": model, "case": case.name, "figure": case.figure}
+            row |= {side: runs.spread(timed.values(case.figure, **of)) for side, of in sides.items()}
+            below = sides[BEFORE] if case.over is None else {**sides[NOW], "case": case.over}
+            made.append(row | {"ratio": timed.over(case.figure, sides[NOW], below), "over_the_row": case.over})
+    return made
 
 
-def page(record: Json, chosen: Sequence[Case]) -> list[Block]:
+def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
-    blocks: list[Block] = [
+    return [
         *runs.title("The engine", record),
         f"Random tokens, greedy, {record['config']['rounds']} rounds after one that warms up; medians, with the least "
         "and the greatest. The checkouts take turns; ratios are taken within a round: this checkout over the other, or "
-        "over the row that the table names. Tokens a second, or milliseconds.",
+        "over the row that the table names. Tokens a second, or seconds.",
+        runs.table(record["rows"], "model", "case", "figure", NOW, BEFORE, "ratio", "over_the_row"),
     ]
-    for model, by_case in record["figures"].items():
-        rows = [
-            (
-                case.name,
-                case.text(by_case[case.name].get(NOW)),
-                case.text(by_case[case.name].get(BEFORE)),
-                runs.spread_text(by_case[case.name]["ratio"], ".2f") if "ratio" in by_case[case.name] else "",
-                "all of the memory" if case.over == case.name else case.over or "",
-            )
-            for case in chosen
-        ]
-        blocks += [heading(model, 2), Table(("case", "now", "before", "ratio", "over the row"), rows)]
-    return blocks

@@ -75,19 +75,15 @@ class Measured:
                 figures["ttft_s"] = times[requests][0] - due_s[requests]
         return figures
 
-    def memory(self, requests: int, least: int, most: int, new: int, frac: float) -> dict[str, float]:
-        """Decode requests of several lengths with kv memory for all contexts, and for `frac` of it."""
+    def memory(self, requests: int, least: int, most: int, new: int, frac: float | None) -> dict[str, float]:
+        """Decode requests of several lengths with kv memory for `frac` of all contexts, or for as many as fit."""
         lengths = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), requests)).astype(int)
-        shapes = [(int(length) - new, new) for length in lengths]
-        whole = self._engine(requests, 0, most + 64)
-        token_bytes = sum(whole.memory.num_bytes) / whole.page_use.num_tokens
-        scarce = self._engine(requests, 0, most + 64, kv_memory=int(frac * token_bytes * lengths.sum()))
-        before = scarce.num_preemptions
-        figures = {}
-        for name, engine in (("tok_per_s", whole), ("scarce_tok_per_s", scarce)):
-            _, _, total_s, count = self._run(engine, shapes)
-            figures[name] = count / total_s
-        return figures | {"preemptions": scarce.num_preemptions - before}
+        engine = self._engine(requests, 0, most + 64)
+        if frac is not None:
+            token_bytes = sum(engine.memory.num_bytes) / engine.page_use.num_tokens
+            engine = self._engine(requests, 0, most + 64, kv_memory=int(frac * token_bytes * lengths.sum()))
+        _, _, total_s, count = self._run(engine, [(int(length) - new, new) for length in lengths])
+        return {"tok_per_s": count / total_s}
 
     def warm_up(self, slots: int, k: int, context: int) -> dict[str, float]:
         """Return the seconds that the first engine of this shape took to compile."""

@@ -14,13 +14,13 @@ Any checkout of llama.cpp of that time will do; llama-cpp-python's source packag
 Both sides decode the same token ids greedily, one request at a time, in loops of their own. The demo answers held-out
 prompts. Targets of random weights get random tokens; on our side alone, drafts for them are accepted at rates of .76^i.
 Variants take turns round by round. llama.cpp runs on all processors or on one: each variant on what is faster at first.
-
-Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
 
 import argparse
 import math
 import os
+import re
+import statistics
 import tempfile
 import time
 import warnings
@@ -37,6 +37,7 @@ from peagle.config import AUTO, NumDrafts
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.provenance import num_threads
+from peagle.measure.reports import Block
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
 from peagle.pair import Pair
@@ -49,24 +50,14 @@ from peagle.workflows.random_checkpoint import (
     write_random_drafter,
 )
 from scripts import runs
-from scripts.peers.bystanders import Bystanders
+from scripts.peers.bystanders import Bystanders, others_of
 from scripts.peers.llama import Build, with_drafter, with_ngrams, write_target
 from scripts.peers.remote import Child
-from scripts.runs import Json, Progress, RawLines, turns
-from scripts.scenarios.llama_page import (
-    LLAMA,
-    OURS,
-    PLAIN,
-    PROMPTS,
-    SPECULATIVE,
-    SYNTHETIC,
-    fastest,
-    others,
-    page,
-    rows,
-)
+from scripts.runs import Json, Lines, Progress, Run, turns
 from scripts.steps import PUBLISHED_RATE, random_request
 
+OURS, LLAMA = "peagle", "llama.cpp"
+PLAIN, SPECULATIVE, SYNTHETIC, PROMPTS = "plain", "speculative", "synthetic", "prompts"  # kinds of rows
 DRAFTERS = {"EAGLE-3": DEMO_EAGLE3, "P-EAGLE": DEMO, "DFlash": DEMO_DFLASH, "n-grams": NGRAM}
 RANDOM_DRAFTERS = {"EAGLE-3": EAGLE_3, "P-EAGLE": P_EAGLE}
 FIXED = (3, 5)
@@ -126,7 +117,8 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     if unknown := [name for name in options.models if name not in (DEMO, *SIZES)]:
         raise InputError(f"{unknown[0]} is no model; expected some of {', '.join((DEMO, *SIZES))}")
     build = Build.find(options.llama_cpp)
-    raw = RawLines(options.out)
+    config = {name: value for name, value in vars(options).items() if name not in ("out", "llama_cpp")}
+    run = Run(options.out, typed, config)
     for name in options.models:
         progress = Progress(f"{name}:")
         progress("files")
@@ -134,14 +126,10 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
             prepare = demo if name == DEMO else partial(random_model, name)
             model = prepare(build, Path(folder), options)
             decoders, children = load(model, build, running, progress)
-            described = next(iter(children.values())).described
-            raw.extend({"model": name, **line} for line in measure(model, decoders, children, options.rounds, progress))
+            config["llama_cpp"] = next(iter(children.values())).described
+            run.extend({"model": name, **line} for line in measure(model, decoders, children, options.rounds, progress))
         progress.end()
-    config = {name: value for name, value in vars(options).items() if name not in ("out", "llama_cpp")}
-    config |= {"random_tokens": RANDOM_TOKENS, "llama_cpp": described}
-    figures = {"rows": rows(raw.lines), "fastest": fastest(raw.lines), "others_frac": others(raw.lines)}
-    record = runs.new_record(typed, config, **figures)
-    runs.write_run(options.out, record, page(record))
+    run.write(page, rows=rows(run.lines), fastest=fastest(run.lines), others_frac=others_of(run.lines))
     return 0
 
 
@@ -287,15 +275,85 @@ def measure(
         requests = model.of(variant)
         with Bystanders(*pids) as bystanders:
             answer = decoders[variant](requests)
-        line = {"round": number, "side": variant.side, "row": variant.row, "kind": variant.kind}
-        line |= {"seconds": seconds_of(variant, answer), "passes": answer["passes"], "others_frac": bystanders.frac}
-        if variant.side == LLAMA:
-            line["threads"] = children[variant].described["threads"]
+        answers, seconds = answer["token_ids"], seconds_of(variant, answer)
+        tokens = sum(map(len, answers)) - len(answers)
         if variant.kind == PROMPTS:
-            yield line | {"tokens": sum(len(request.prompt_ids) for request in requests)}
-            continue
-        answers = answer["token_ids"]
+            tokens = sum(len(request.prompt_ids) for request in requests)
         if variant.kind == PLAIN:
             plain.setdefault(variant.side, answers)
-        equal = {side: sum(map(eq, answers, expected)) for side, expected in plain.items()}
-        yield line | {"tokens": sum(map(len, answers)) - len(answers), "answers": len(answers), "equal": equal}
+        line = {"round": number, "side": variant.side, "row": variant.row, "kind": variant.kind}
+        line |= {"tok_per_s": tokens / seconds, "tokens": tokens, "others_frac": bystanders.frac}
+        if variant.side == LLAMA:
+            line["threads"] = children[variant].described["threads"]
+        if variant.kind != PROMPTS:
+            line["tokens_a_pass"] = tokens / answer["passes"]
+            line["equal"] = {side: sum(map(eq, answers, expected)) for side, expected in plain.items()}
+        yield line
+
+
+# --- rows and the page ----------------------------------------------------------------------------------------------
+
+
+def rows(lines: Sequence[Json]) -> list[Json]:
+    """Make a row of the page per model and variant; both sides' variants of one name share a row."""
+    kinds = {(line["model"], line["row"]): line["kind"] for line in lines}  # in the order of the warm-up
+    return [row_of(Lines(line for line in lines if line["round"]), *key, kind) for key, kind in kinds.items()]
+
+
+def row_of(lines: Lines, model: str, row: str, kind: str) -> Json:
+    """Take spreads over rounds, and ratios within them. equal: answers in all rounds, to those of the same side."""
+    made: Json = {"model": model, "row": row, "kind": kind}
+    sides = {side: {"model": model, "side": side, "row": row} for side in (LLAMA, OURS)}
+    for side, own in sides.items():
+        if not (found := lines.of(**own)):
+            continue
+        of: Json = {"threads": found[0].get("threads"), "tok_per_s": runs.spread(lines.values("tok_per_s", **own))}
+        of["tokens_a_pass"] = runs.spread(lines.values("tokens_a_pass", **own))
+        if kind in (PLAIN, SPECULATIVE):
+            of["equal"] = min(line["equal"][side] for line in found)
+            of["equal_to_ours"] = min(line["equal"][OURS] for line in found) if side == LLAMA else None
+        if kind in (SPECULATIVE, SYNTHETIC):
+            of["over_plain"] = lines.over("tok_per_s", own, {**own, "row": PLAIN})
+        made |= {f"{side}_{name}": value for name, value in of.items()}
+    return made | {"ours_over_llama": lines.over("tok_per_s", sides[OURS], sides[LLAMA])}
+
+
+def fastest(lines: Sequence[Json]) -> list[Json]:
+    """Divide our fastest variant by llama.cpp's, if both draft: of those with drafts, and of all."""
+    timed, made = Lines(line for line in lines if line["round"]), []
+    for model in dict.fromkeys(line["model"] for line in lines if line["kind"] == SPECULATIVE):
+        for among, kinds in (("with drafts", (SPECULATIVE,)), ("of all", (PLAIN, SPECULATIVE))):
+            best = {}
+            for side in (OURS, LLAMA):
+                own = [line for kind in kinds for line in timed.of(model=model, side=side, kind=kind)]
+                variants = [{"model": model, "side": side, "row": row} for row in {line["row"] for line in own}]
+                best[side] = max(variants, key=lambda of: statistics.median(timed.values("tok_per_s", **of)))
+            over = timed.over("tok_per_s", best[OURS], best[LLAMA])
+            names = {side: of["row"] for side, of in best.items()}
+            made.append({"model": model, "fastest": among, **names, "ours_over_llama": over})
+    return made
+
+
+def page(record: Json) -> list[Block]:
+    """Lay out README.md of the run."""
+    config, llama = record["config"], record["config"]["llama_cpp"]
+    features = ", ".join(re.findall(r"(\w+) = 1", llama["computes"]))
+    names = ("threads", "tok_per_s", "over_plain", "tokens_a_pass", "equal", "equal_to_ours")
+    columns = [f"{side}_{name}" for side in (LLAMA, OURS) for name in names]
+    return [
+        *runs.title("Beside llama.cpp", record, f"llama.cpp {llama['version']}, {features}"),
+        f"Greedy, one request at a time: {config['num_prompts']} prompts, held-out ones of the demo, else of "
+        f"{RANDOM_TOKENS} random tokens; up to {config['max_new_tokens']} new tokens. "
+        f"{config['rounds']} rounds in turns after one that warms up: medians (least..greatest), ratios within rounds. "
+        "tok/s: tokens after the first over the time after it; of long prompts, the prompt over the time to the first "
+        "token. Tokens a pass: of the target, plain passes included. Equal: answers that are, in all rounds, those of "
+        "the same side without drafts. Both sides read bfloat16 and MXFP4 experts, and decode in native loops, "
+        "llama.cpp on as many threads as were faster at first. Synthetic: drafters of random weights, whose draft i is "
+        f"accepted at {PUBLISHED_RATE:g}^i in the mean.",
+        runs.table(record["rows"], "model", "row", "kind", *columns, "ours_over_llama"),
+        *(
+            [runs.table(record["fastest"], "model", "fastest", OURS, LLAMA, "ours_over_llama")]
+            * bool(record["fastest"])
+        ),
+        f"Other processes took {runs.text_of(record, 'others_frac')} % of the processors' time.",
+    ]

@@ -11,14 +11,11 @@ requests: the difference is the server's. Answers have a fixed number of tokens,
 --peer: the program llama-server, which reads the same checkpoint as a GGUF file, or the URL of a running one. It comes
 with llama.cpp and with the source package of llama-cpp-python (cmake -S vendor/llama.cpp -B build -DLLAMA_CURL=OFF;
 cmake --build build -t llama-server). A checkpoint without a tokenizer gets a generated one.
-
-Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
 
 import argparse
 import contextlib
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,23 +26,24 @@ import peagle
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.provenance import num_threads
-from peagle.measure.reports import Block, heading
+from peagle.measure.reports import Block
 from peagle.measure.sweep.plan import K
 from peagle.ops.files import expect_new
 from peagle.pair import Pair
 from peagle.result import follow, submit
 from scripts import runs
 from scripts.peers.bystanders import Bystanders
-from scripts.runs import Json, Progress, RawLines, cell
+from scripts.runs import Json, Lines, Progress, Run
 from scripts.serving import servers
-from scripts.serving.client import Reply, counts_of, counts_since, figures, own_figures, together
+from scripts.serving.client import Reply, figures, together
 from scripts.serving.models import PLAIN, Load, ServedPair, add_model_options, page_title, prepared, prompts
 from scripts.serving.servers import Server
 
 PEER = "llama.cpp"
-FIGURES = (  # of which a row has the medians
-    *("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s", "acceptance_length", "client_cpu_s", "server_cpu_s"),
-    *("seconds", "others_frac", "own_itl_p50_s", "own_itl_mean_s", "own_ttft_mean_s", "own_tpot_s"),
+LOAD = ("clients", "tokens_in", "tokens_out", "variant")  # columns that name a row
+FIGURES = (  # of which a row has the spreads over rounds
+    *("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s", "acceptance_length"),
+    *("server_cpu_s", "client_cpu_s", "others_frac"),
 )
 
 
@@ -69,11 +67,9 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         with_gguf = options.peer is not None and not is_url(options.peer)
         models = prepared(options, loads, Path(scratch), with_gguf)
-        raw = RawLines(options.out)
-        raw.extend(measure(options, models, loads))
-    rows = [summary(raw.lines, load, variant) for load in loads for variant in variants(models, options.peer)]
-    record = runs.new_record(typed, models.config(options), rows=rows)
-    runs.write_run(options.out, record, page(record))
+        run = Run(options.out, typed, models.config(options))
+        run.extend(measure(options, models, loads))
+    run.write(page, rows=[row_of(run.lines, load, name) for load in loads for name in variants(models, options.peer)])
     return 0
 
 
@@ -90,8 +86,8 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
         Load(n, max(options.round_requests, n), options.round_in, options.round_out, options.rounds, n in alone)
         for n in runs.numbers("--clients", options.clients)
     ]
-    single = Load(1, options.requests, options.tokens_in, options.tokens_out, 1, single=True)
-    return [single, *rounds] if options.requests else rounds
+    one_at_a_time = Load(1, options.requests, options.tokens_in, options.tokens_out, 1)
+    return [one_at_a_time, *rounds] if options.requests else rounds
 
 
 def is_url(peer: str) -> bool:
@@ -161,7 +157,8 @@ def rounds(
         progress.part(f"{load.clients} clients: {variant}, {place}")
         now, token_ids = (load, prompts) if number else (short, prompts[: load.clients])
         if place == "server":
-            line = by_server(running[variant], [body_of(prompt, now, variant) for prompt in token_ids], now, variant)
+            bodies = [body_of(prompt, now, variant) for prompt in token_ids]
+            line = by_server(running[variant], bodies, now.clients)
         else:
             line = figures(by_engine(engines[variant], token_ids, now))
         if number:
@@ -175,17 +172,15 @@ def body_of(prompt: Sequence[int], load: Load, variant: str) -> Json:
     return {"prompt": list(prompt), **options, **extra}
 
 
-def by_server(server: Server, bodies: Sequence[Json], load: Load, variant: str) -> Json:
-    """Measure a server's round, with both sides' processor time and the server's counters."""
-    before = None if variant == PEER else counts_of(server)
+def by_server(server: Server, bodies: Sequence[Json], clients: int) -> Json:
+    """Measure a server's round, with both sides' processor time."""
     pids = [] if server.pid is None else [server.pid]
     with Bystanders(os.getpid(), *pids) as others:
         server_s, client_s = server.cpu_s(), time.process_time()
-        replies = together(server.url, bodies, load.clients)
+        replies = together(server.url, bodies, clients)
         client_s, after_s = time.process_time() - client_s, server.cpu_s()
-    line = figures(replies) | {"client_cpu_s": client_s, "others_frac": others.frac}
-    line["server_cpu_s"] = None if server_s is None or after_s is None else after_s - server_s
-    return line | ({} if before is None else own_figures(counts_since(server, before, len(bodies))))
+    server_s = None if server_s is None or after_s is None else after_s - server_s
+    return figures(replies) | {"client_cpu_s": client_s, "server_cpu_s": server_s, "others_frac": others.frac}
 
 
 def by_engine(engine: AnyEngine, prompts: Sequence[Sequence[int]], load: Load) -> list[Reply]:
@@ -209,113 +204,23 @@ def by_engine(engine: AnyEngine, prompts: Sequence[Sequence[int]], load: Load) -
     ]
 
 
-def summary(raw: Sequence[Json], load: Load, variant: str) -> Json:
-    """Take medians over rounds of one load and variant; ratios are taken within a round."""
-
-    def of(name: str, place: str = "server", other: str = variant) -> list[float]:
-        key = {**asdict(load), "variant": other, "place": place}
-        lines = [line for line in raw if all(line[field] == value for field, value in key.items())]
-        return [line[name] for line in lines if line.get(name) is not None]
-
-    def median(values: Sequence[float]) -> float | None:
-        return statistics.median(values) if values else None
-
-    def over(others: Sequence[float]) -> float | None:
-        return median(runs.ratios(of("tok_per_s"), others)) if others else None
-
-    more_s = [served - alone for served, alone in zip(of("ttft_p50_s"), of("ttft_p50_s", "engine"), strict=False)]
-    return {
-        **asdict(load),
-        "variant": variant,
-        **{name: median(of(name)) for name in FIGURES},
-        "over_plain": over(of("tok_per_s", other=PLAIN)) if variant != PLAIN else None,
-        "over_peer": over(of("tok_per_s", other=PEER)) if variant != PEER else None,
-        "engine_tok_per_s": median(of("tok_per_s", "engine")),
-        "over_engine": over(of("tok_per_s", "engine")),
-        "ttft_more_s": median(more_s),
-    }
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
-
-MS = (".1f", 1e3)  # seconds as milliseconds
-COLUMNS = {
-    "": cell("variant"),
-    "tok/s": cell("tok_per_s", ".0f"),
-    "over plain": cell("over_plain", ".2f"),
-    "ttft p50, ms": cell("ttft_p50_s", *MS),
-    "acceptance length": cell("acceptance_length", ".2f"),
-}
+def row_of(raw: Sequence[Json], load: Load, variant: str) -> Json:
+    """Take spreads over rounds of one load and variant; ratios are taken within a round."""
+    lines, place = Lines(raw), {**asdict(load), "place": "server"}
+    own = {**place, "variant": variant}
+    row = {**asdict(load), "variant": variant} | {name: runs.spread(lines.values(name, **own)) for name in FIGURES}
+    others = {"over_plain": {**place, "variant": PLAIN}, "over_peer": {**place, "variant": PEER}}
+    others["over_engine"] = {**own, "place": "engine"}
+    return row | {name: lines.over("tok_per_s", own, other) for name, other in others.items() if other != own}
 
 
 def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
-    single, shared = ([row for row in record["rows"] if row["single"] == kind] for kind in (True, False))
-    return [
-        *page_title("The server", record),
-        *(single_blocks(single) if single else []),
-        *shared_blocks(shared),
-        *engine_blocks([row for row in shared if row["engine_tok_per_s"] is not None]),
-    ]
-
-
-def single_blocks(rows: Sequence[Json]) -> list[Block]:
-    """Lay out the load of one request at a time."""
-    row = rows[0]
     text = (
-        f"{row['tokens_in']} tokens in, {row['tokens_out']} out, {row['requests']} requests, one at a time. itl is the "
-        "time between two arrivals of tokens, however many come together; tpot that of a token after the first. By the "
-        "server's own count (/metrics; the median is interpolated in its bucket); the client's medians are next to it."
+        "As many slots as clients; medians over rounds, in which all take turns, ratios of the same round. tok/s: "
+        "tokens over the time from the first request to the last token, prefill included. itl: the time between two "
+        "arrivals of tokens, however many come together. The engine alone decodes the same requests in the client's "
+        "process. Others: their share of the processors' time; a client and its server share the machine."
     )
-    own = {
-        "": COLUMNS[""],
-        "itl p50, ms": cell("own_itl_p50_s", *MS),
-        "itl mean, ms": cell("own_itl_mean_s", *MS),
-        "tpot, ms": cell("own_tpot_s", ".2f", 1e3),
-        "client's itl p50, ms": cell("itl_p50_s", *MS),
-    }
-    return [heading("One request at a time"), text, runs.table(rows, own | COLUMNS)]
-
-
-def shared_blocks(rows: Sequence[Json]) -> list[Block]:
-    """Lay out the loads of many clients."""
-    row = rows[0]
-    text = (
-        f"{row['tokens_in']} tokens in, {row['tokens_out']} out, as many slots as clients; medians over "
-        f"{row['rounds']} rounds, in which all take turns, ratios of the same round. Tokens over the time from the "
-        "first request to the last token, prefill included."
-    )
-    peer = any(row["variant"] == PEER for row in rows)
-    columns = {
-        "clients": cell("clients"),
-        **{name: COLUMNS[name] for name in ("", "tok/s", "over plain")},
-        **({"over llama.cpp": cell("over_peer", ".2f")} if peer else {}),
-        "ttft p50, ms": COLUMNS["ttft p50, ms"],
-        "itl p50, ms": cell("itl_p50_s", *MS),
-        "itl p99, ms": cell("itl_p99_s", *MS),
-        "acceptance length": COLUMNS["acceptance length"],
-        "others' share of the machine": cell("others_frac", ".2f"),
-    }
-    return [heading("Many at once"), text, runs.table(rows, columns)]
-
-
-def engine_blocks(rows: Sequence[Json]) -> list[Block]:
-    """Lay out the server compared with the engine alone."""
-    if not rows:
-        return []
-    text = (
-        "The same requests, decoded by the same engine in the client's process. Processor seconds of a round of the "
-        "server's; a client and its server share the machine."
-    )
-    columns = {
-        "clients": cell("clients"),
-        "": COLUMNS[""],
-        "tok/s": COLUMNS["tok/s"],
-        "engine's tok/s": cell("engine_tok_per_s", ".0f"),
-        "server over engine": cell("over_engine", ".3f"),
-        "ttft more, ms": cell("ttft_more_s", *MS),
-        "round, s": cell("seconds", ".2f"),
-        "server's processor, s": cell("server_cpu_s", ".2f"),
-        "client's processor, s": cell("client_cpu_s", ".2f"),
-    }
-    return [heading("The server over the engine alone"), text, runs.table(rows, columns)]
+    ratios = ("over_plain", "over_peer", "over_engine")
+    return [*page_title("The server", record), text, runs.table(record["rows"], *LOAD, *ratios, *FIGURES)]

@@ -5,8 +5,7 @@
 Many clients leave, some send invalid requests, and one reads nothing of its streams. An answer must equal that of the
 same request alone, up to where its client left; an invalid request must be refused with the right status. Afterwards no
 slot is held, nothing waits to be sent, all slots answer, memory has not grown, and a server that has just started is
-not faster: both answer the same requests in turns. `--out` (which must not exist yet) then holds run.json and
-README.md.
+not faster: both answer the same requests in turns.
 """
 
 import argparse
@@ -26,9 +25,9 @@ from peagle.measure.reports import Block, Table
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts import runs
-from scripts.runs import Json
+from scripts.runs import Json, Run, header, text_of
 from scripts.serving import servers
-from scripts.serving.client import RefusedError, leave_unread, samples_of, stall, status_of, stream, whole
+from scripts.serving.client import RefusedError, leave_unread, stall, status_of, stream, whole
 from scripts.serving.models import Load, add_model_options, page_title, prepared, prompts
 from scripts.serving.servers import Server
 
@@ -99,9 +98,8 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
             bodies = mixed_bodies(texts, TOKENS_OUT)
             counts = soak(server, bodies, clients, options.minutes * 60, options.seed, SLOTS, LONG_OUT)
             with servers.ours(*serve) as fresh:
-                counts["over_fresh"] = over_fresh(server, fresh, bodies, SLOTS)
-    record = runs.new_record(typed, models.config(options), soak={"variant": variant, **counts})
-    runs.write_run(options.out, record, page(record))
+                counts["speed_over_fresh"] = over_fresh(server, fresh, bodies, SLOTS)
+        Run(options.out, typed, models.config(options)).write(page, soak={"variant": variant, **counts})
     return 0
 
 
@@ -151,15 +149,15 @@ def soak(
     return {
         "clients": clients,
         "slots": slots,
-        "seconds": seconds,
+        "minutes": seconds / 60,
         **{name: crowd.counts[name] for name in ("answered", "left", "bad", "unread", "refused")},
         "wrong": wrong,
         "failed": len(crowd.failed),
         "leaked_slots": leaked,
         **server_counts(server),
-        "first_wrong": (crowd.failed + crowd.wrong)[:3],
         "memory_growth_frac": growth(memory),
         "memory_bytes": memory[-1] if memory else None,
+        "first_wrong": (crowd.failed + crowd.wrong)[:3],
     }
 
 
@@ -259,7 +257,7 @@ def held_requests(server: Server) -> int:
 
 def server_counts(server: Server) -> Json:
     """Return the server's counters of errors, cut streams and unsent bytes."""
-    samples = samples_of(server)
+    samples = server.samples()
 
     def total(name: str, least_status: str = "") -> float:
         return sum(s.value for s in samples if s.name == name and s.labels.get("status", "") >= least_status)
@@ -299,31 +297,14 @@ def growth(sizes: Sequence[int]) -> float | None:
 def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
     counts = record["soak"]
-    grown = counts["memory_growth_frac"]
-    rows = {
-        "answers read to their ends": counts["answered"],
-        "requests that their clients left": counts["left"],
-        "streams that their client did not read": counts["unread"],
-        "of these, ended by the server": f"{counts['cut_streams']:g}",
-        "invalid requests, refused with the right status": counts["bad"],
-        "refused with status 429, since the queue was full": counts["refused"],
-        "other failures": counts["failed"],
-        "wrong answers": counts["wrong"],
-        "replies with a status of 500 or more": f"{counts['server_errors']:g}",
-        "leaked slots": counts["leaked_slots"],
-        "unsent bytes at the end": f"{counts['unsent_bytes']:g}",
-        "growth of memory": "-" if grown is None else f"{100 * grown:.1f} %",
-        f"its speed afterwards over that of a fresh server, {ROUNDS} rounds in turns": runs.spread_text(
-            counts["over_fresh"], ".2f"
-        ),
-    }
     text = (
-        f"{counts['clients']} clients for {counts['seconds'] / 60:g} min on {counts['slots']} slots, "
-        f"{counts['variant']}: "
-        "greedy, seeded, with penalties, log-probabilities, stop strings, grammars, long prompts and K of their own, "
-        "streamed and whole; 3 of 10 leave at a random moment. Every answer is compared with its request's alone, "
-        "up to where its client left. 1 of 10 requests is invalid; one more client reads nothing of its streams. "
-        "Memory: the last tenth of the time over its second tenth."
+        "Requests that are greedy, seeded, with penalties, log-probabilities, stop strings, grammars, long prompts and "
+        "K of their own, streamed and whole; 3 of 10 clients leave at a random moment. Every answer is compared with "
+        "its request's alone, up to where its client left. Answered: read to their ends. Bad: invalid requests, 1 of "
+        "10, that were refused with the right status. Unread: streams of one more client; the server cut some. "
+        "Refused: with status 429, since the queue was full. Memory growth: the last tenth of the time over its second "
+        f"tenth. Speed over fresh: afterwards, over that of a server that has just started, {ROUNDS} rounds in turns."
     )
-    table = Table(("", ""), [(name, str(value)) for name, value in rows.items()])
+    names = [name for name in counts if name != "first_wrong"]
+    table = Table(("", ""), [(header(name), text_of(counts, name)) for name in names])
     return [*page_title("A soak of the server", record), text, table]

@@ -1,6 +1,6 @@
 """A cheap client, which takes the server hardly any time: streamed completions, a thread per client.
 
-It records when requests were sent and when their tokens arrived, and reads the server's own counters.
+It records when requests were sent and when their tokens arrived.
 """
 
 import contextlib
@@ -9,31 +9,19 @@ import json
 import socket
 import time
 import urllib.parse
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from prometheus_client.core import Sample
-from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from scripts.runs import Json
-from scripts.serving.servers import Server
 
 PATH = "/v1/completions"
 JSON_BODY = {"Content-Type": "application/json"}
 PATIENCE_S = 600.0
-COUNTED_S = 5.0  # for a server to count a request after its last event
-ITL, TTFT, E2E = (
-    "vllm:inter_token_latency_seconds",
-    "vllm:time_to_first_token_seconds",
-    "vllm:e2e_request_latency_seconds",
-)
-TOKENS = "vllm:generation_tokens_total"
-Counts = Mapping[tuple[str, str], float]  # by the metric's name, and the upper bound of a bucket ("" for others)
 
 
 class RefusedError(Exception):
@@ -185,54 +173,3 @@ def figures(replies: Sequence[Reply]) -> Json:
         "itl_p99_s": float(np.quantile(itl, 0.99)) if len(itl) else None,
         "acceptance_length": sum(reply.num_emitted for reply in replies) / steps if steps else None,
     }
-
-
-# --- the server's own counters --------------------------------------------------------------------------------------
-
-
-def samples_of(server: Server) -> list[Sample]:
-    """Read /metrics."""
-    families = text_string_to_metric_families(server.get("/metrics").decode())
-    return [sample for family in families for sample in family.samples]
-
-
-def counts_of(server: Server) -> Counts:
-    """Read the counters since the server's start, added up over labels but the bounds of buckets."""
-    counts: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for sample in samples_of(server):
-        counts[sample.name, sample.labels.get("le", "")] += sample.value
-    return counts
-
-
-def counts_since(server: Server, before: Counts, requests: int) -> Counts:
-    """Read what the server counted since `before`. Raises InputError if that is never so many requests."""
-    end = time.monotonic() + COUNTED_S
-    while True:
-        counts = {key: value - before.get(key, 0.0) for key, value in counts_of(server).items()}
-        if (counted := counts.get((f"{E2E}_count", ""), 0.0)) >= requests:
-            return counts
-        if time.monotonic() > end:
-            raise InputError(f"{server.url}/metrics counts {counted:g} of {requests}")
-        time.sleep(0.01)
-
-
-def own_figures(counts: Counts) -> Json:
-    """Compute the server's own figures of the requests that it counted."""
-    requests, intervals = counts[f"{E2E}_count", ""], counts.get((f"{ITL}_count", ""), 0.0)
-    e2e_s, ttft_s, itl_s = (counts.get((f"{name}_sum", ""), 0.0) for name in (E2E, TTFT, ITL))
-    buckets = sorted((float(bound), count) for (name, bound), count in counts.items() if name == f"{ITL}_bucket")
-    return {
-        "own_itl_p50_s": quantile(buckets, 0.5) if intervals else None,
-        "own_itl_mean_s": itl_s / intervals if intervals else None,
-        "own_ttft_mean_s": ttft_s / requests,
-        "own_tpot_s": (e2e_s - ttft_s) / (counts[TOKENS, ""] - requests),
-    }
-
-
-def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
-    """Interpolate a quantile of cumulative buckets (upper bound, count), as Prometheus' histogram_quantile does.
-
-    Above the last finite bound it is that bound.
-    """
-    bounds, counts = np.transpose([(0.0, 0.0), *buckets[:-1]])
-    return float(np.interp(share * buckets[-1][1], counts, bounds))

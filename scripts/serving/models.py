@@ -1,7 +1,6 @@
 """The models that servers are measured on, their prompts, and the requests of a round."""
 
 import argparse
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ class Load:
     tokens_out: int
     rounds: int
     engine_alone: bool = False
-    single: bool = False  # long requests, one at a time
 
     @property
     def context(self) -> int:
@@ -141,12 +139,11 @@ def prompts(checkpoint: Path, vocab_size: int, load: Load, seed: int) -> list[li
         return random_prompts(vocab_size, load, seed)
     conversations = read_prompt_file(HELD_OUT, strict=True).conversations
     chats = [conversation.encode((), tokenizer, Rendering()) for conversation in conversations]
-    token_ids = []
+    made = []
     for number in range(load.requests):
-        ids: list[int] = []
-        for chat in itertools.count(number):  # join prompts until they are long enough
-            ids = [*chats[chat % len(chats)], *ids]
-            if len(ids) >= load.tokens_in:
-                break
-        token_ids.append(ids[-load.tokens_in :])
-    return token_ids
+        joined: list[int] = []
+        while len(joined) < load.tokens_in:
+            joined[:0] = chats[number % len(chats)]
+            number += 1
+        made.append(joined[-load.tokens_in :])
+    return made

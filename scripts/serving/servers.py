@@ -14,6 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client.core import Sample
+from prometheus_client.parser import text_string_to_metric_families
+
 from peagle.ops.errors import InputError
 from scripts.peers import bystanders
 from scripts.runs import Json, last_line
@@ -44,6 +47,11 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=REPLY_S) as reply:
             content: bytes = reply.read()
             return content
+
+    def samples(self) -> list[Sample]:
+        """Read /metrics."""
+        families = text_string_to_metric_families(self.get("/metrics").decode())
+        return [sample for family in families for sample in family.samples]
 
     def health(self) -> Json:
         """Read /health, with any status."""

@@ -11,7 +11,7 @@ from scripts import bench
     ("options", "says"),
     [
         (["huge"], "huge is no size; expected some of tiny, S"),
-        (["S", "--rates", "1.5"], "expected --rates between 0 and 1"),
+        (["S", "--rates", "1.5"], "--rates is '1.5'; expected numbers from 0.01 to 0.99"),
         (["S", "--temperatures", "-1"], "--temperatures is '-1'; expected numbers from 0 to 2"),
         (["S", "-k", "0"], "-k is '0'; expected numbers of 1 or more"),
         (["S", "--requests", "a"], "--requests is 'a'; expected numbers with commas between"),

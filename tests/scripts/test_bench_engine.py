@@ -12,7 +12,6 @@ from scripts.scenarios.engine_worker import Measured
 
 ONE = Case("one", "tok_per_s", "one", {})
 BOTH = Case("two at once", "tok_per_s", "many", {}, over="one")
-SCARCE = Case("little memory", "scarce", "memory", {}, over="little memory")
 WARM = Case("warm-up", "warm_up_s", "warm_up", {})
 
 
@@ -26,19 +25,17 @@ def test_figures_are_of_the_rounds_after_the_first_and_ratios_of_one_round() -> 
     for number, (now, before, two) in enumerate(rounds):
         lines += [line("one", NOW, number, tok_per_s=now), line("one", BEFORE, number, tok_per_s=before)]
         lines += [line("two at once", NOW, number, tok_per_s=two)]
-        lines += [line("little memory", NOW, number, tok_per_s=10.0, scarce=8.0)]
-    figures = engine.figures(lines, [ONE, BOTH, SCARCE, WARM])["demo"]
-    assert figures["one"][NOW] == {"median": 20, "lowest": 10, "highest": 30}
-    assert figures["one"]["ratio"] == {"median": 2, "lowest": 1, "highest": 3}
-    assert figures["two at once"]["ratio"] == {"median": 1.5, "lowest": 1, "highest": 2}
-    assert BEFORE not in figures["two at once"]
-    assert figures["little memory"]["ratio"]["median"] == 0.8
-    assert figures["warm-up"]["ratio"]["median"] == 0.5
+    one, both, warm = engine.rows(lines, [ONE, BOTH, WARM])
+    assert one[NOW] == {"median": 20, "lowest": 10, "highest": 30}
+    assert one["ratio"] == {"median": 2, "lowest": 1, "highest": 3}
+    assert both["ratio"] == {"median": 1.5, "lowest": 1, "highest": 2}
+    assert both[BEFORE] is None
+    assert warm["ratio"]["median"] == 0.5
 
 
 def test_without_another_checkout_figures_have_no_ratio() -> None:
-    lines = [line("one", NOW, number, tok_per_s=1.0) for number in range(2)]
-    assert set(engine.figures(lines, [ONE])["demo"]["one"]) == {NOW}
+    (row,) = engine.rows([line("one", NOW, number, tok_per_s=1.0) for number in range(2)], [ONE])
+    assert (row[BEFORE], row["ratio"]) == (None, None)
 
 
 def test_a_case_names_the_row_it_is_divided_by() -> None:
@@ -71,8 +68,8 @@ def test_worker_measures_the_engine_of_this_checkout() -> None:
     measured = Measured("demo", "")
     assert measured.one(1, 0, 5, 4)["tok_per_s"] > 0
     assert set(measured.many(1, 0, 5, 4)) == {"tok_per_s", "last_first_token_s"}
-    scarce = measured.memory(4, 150, 400, 50, 0.5)
-    assert scarce["scarce_tok_per_s"] > 0
+    assert measured.memory(4, 150, 400, 50, None)["tok_per_s"] > 0
+    assert measured.memory(4, 150, 400, 50, 0.5)["tok_per_s"] > 0
     with pytest.raises(InputError, match="raise --kv-memory"):
         measured.memory(1, 300, 400, 50, 0.1)
 

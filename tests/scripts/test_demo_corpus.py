@@ -15,9 +15,9 @@ pytest.importorskip("tokenizers")
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from peagle.checkpoints import DEMO, resolve
-from scripts.demo import corpus, dataset, tokenizer
+from scripts.demo import corpus, rows, tokenizer
 from scripts.demo.corpus import SourceFile
-from scripts.demo.dataset import CHARS_PER_TOKEN, TEXT_FRAC, behind_texts, chat_documents, pack, texts_of
+from scripts.demo.rows import CHARS_PER_TOKEN, TEXT_FRAC, behind_texts, chat_documents, pack, texts_of
 from scripts.demo.tasks import Task
 
 FUNCTION = '''
@@ -150,12 +150,12 @@ def test_prompt_and_answer_are_the_whole_conversation(saved_tokenizer: PreTraine
     ((ids, roles),) = chat_documents(saved_tokenizer, [{"prompt": "def f():", "reference": "return 1"}])
     messages = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": "return 1"}]
     assert saved_tokenizer.decode(ids).endswith(saved_tokenizer.apply_chat_template(messages, tokenize=False))
-    answer = [token for token, role in zip(ids, roles, strict=True) if role == dataset.TEXT]
+    answer = [token for token, role in zip(ids, roles, strict=True) if role == rows.TEXT]
     assert saved_tokenizer.decode(answer) == "return 1<|return|>"
 
 
 def test_packed_rows_hold_every_document_once() -> None:
-    documents = [([n] * size, [dataset.TEXT] * size) for n, size in enumerate((400, 300, 100, 200, 512, 7), start=1)]
+    documents = [([n] * size, [rows.TEXT] * size) for n, size in enumerate((400, 300, 100, 200, 512, 7), start=1)]
     arrays = pack(documents)
     assert sorted(np.unique(arrays["token_ids"][arrays["roles"] > 0], return_counts=True)[1]) == [
         *(7, 100, 200, 300, 400, 512),
@@ -183,8 +183,8 @@ def test_every_task_stands_behind_a_text_that_leaves_room_for_it() -> None:
 
 def test_long_rows_hold_each_task_whole() -> None:
     encoder = AutoTokenizer.from_pretrained(resolve(DEMO, "target"), local_files_only=True)
-    rows = pack(chat_documents(encoder, behind_texts(TASKS, TEXTS, 1024), 1024), 1024)
-    assert rows["token_ids"].shape[1] == 1024
-    assert int(rows["segment_ids"].max(axis=1).sum()) == len(TASKS)
-    text = encoder.decode(rows["token_ids"][rows["roles"] == dataset.TEXT].tolist())
+    packed = pack(chat_documents(encoder, behind_texts(TASKS, TEXTS, 1024), 1024), 1024)
+    assert packed["token_ids"].shape[1] == 1024
+    assert int(packed["segment_ids"].max(axis=1).sum()) == len(TASKS)
+    text = encoder.decode(packed["token_ids"][packed["roles"] == rows.TEXT].tolist())
     assert all(task["reference"].strip() in text for task in TASKS)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from drafter.train.shards import Document
-from scripts.demo import practice, train_target
-from scripts.demo.dataset import LOOP, PADDING, PROMPT, TEXT
-from scripts.demo.practice import GOOD, LOOPING, OTHER
+from scripts.demo import rows, train_target
+from scripts.demo.rows import GOOD, LOOP, LOOPING, OTHER, PADDING, PROMPT, TEXT
 from scripts.demo.tokenizer import RETURN, SPECIAL_TOKENS
 
 END = SPECIAL_TOKENS.index(RETURN)
@@ -26,13 +25,13 @@ ROUND = [20, 21, 22, 23, 24]
     ],
 )
 def test_an_answer_is_good_looping_or_neither(answer: list[int], kind: str) -> None:
-    assert practice.kind_of(answer) == kind
+    assert rows.kind_of(answer) == kind
 
 
 def test_practice_repeats_what_loops() -> None:
     token_ids = np.array([1, 9, 9, 40, 41, *ROUND * 4], np.int32)
     trained = np.arange(len(token_ids)) >= 3
-    kind, (ids, roles) = practice.lesson(Document(token_ids, trained))
+    kind, (ids, roles) = rows.lesson(Document(token_ids, trained))
     assert kind == LOOPING
     assert ids == token_ids.tolist()
     # the first round is new, and the three tokens after it: only the fourth completes a run that was there
@@ -41,7 +40,7 @@ def test_practice_repeats_what_loops() -> None:
 
 def test_a_good_answer_is_learnt_whole() -> None:
     token_ids = np.array([1, 9, *range(20, 40), END], np.int32)
-    kind, (_, roles) = practice.lesson(Document(token_ids, np.arange(len(token_ids)) >= 2))
+    kind, (_, roles) = rows.lesson(Document(token_ids, np.arange(len(token_ids)) >= 2))
     assert kind == GOOD
     assert roles == [PROMPT] * 2 + [TEXT] * 21
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from scripts.demo import build, train_target
-from scripts.demo.rows import BATCH_ROWS, STAGES, STEP_TOKENS, Batches, Rows, Stage, positions_of
+from scripts.demo.batches import BATCH_ROWS, STAGES, STEP_TOKENS, Batches, Rows, Stage, positions_of
 from scripts.demo.train_target import blocks, checkpoints_of, init_state, joined, optimizer, restored
 from target import model
 from target.packed_attention import attend_packed
@@ -134,11 +134,3 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
         state, step = restored(checkpoints, first)
         assert step == 5
         jax.tree.map(np.testing.assert_array_equal, state, later)
-
-
-def test_a_run_of_another_model_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr("sys.argv", ["train_target", "begun", "--data", "nowhere", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        train_target.main()
-    assert (tmp_path / "config.json").read_text() == "{}"
