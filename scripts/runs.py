@@ -223,8 +223,9 @@ def table(rows: Sequence[Json], *names: str) -> reports.Table:
 def text_of(row: Json, name: str) -> str:
     """Format a field, a number or spread in the unit that its name ends with; empty if it is not known."""
     value, factor = row.get(name), next((factor for end, _, factor in UNITS if name.endswith(end)), None)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value["lowest"] < value["highest"]:
         return Spread(**value).text(lambda one: number_text((factor or 1) * one))
+    value = value["median"] if isinstance(value, dict) else value
     if isinstance(value, float) or (isinstance(value, int) and factor):
         return number_text((factor or 1) * value)
     return "" if value is None else str(value)

@@ -139,9 +139,7 @@ def read_source(path: Path) -> str | None:
     """Read a file with "\\n" line ends; None if it is not UTF-8, not parseable or a table."""
     try:
         text = strip_licence(path.read_text(encoding="utf-8"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(text)
+        parse(text)
     except (UnicodeDecodeError, SyntaxError, ValueError):
         return None
     return text if is_text(text) else None

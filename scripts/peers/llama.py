@@ -9,7 +9,6 @@ from pathlib import Path
 
 from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, resolve
 from peagle.ops.errors import InputError
-from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Child
 from scripts.runs import last_line
 
@@ -43,25 +42,17 @@ class Build:
         """Write the demo's target and drafters as GGUF files; return the target's."""
         target = resolve(DEMO, "target")
         for kind, drafter in DRAFTERS.items():
-            command = [
-                sys.executable,
-                CONVERTER,
-                self.sources,
-                resolve(drafter, "drafter"),
-                "--target-model-dir",
-                target,
-            ]
-            with tempfile.TemporaryFile() as log:
-                words = [*command, "--outtype", "bf16", "--outfile", folder / f"{kind}.gguf"]
-                if subprocess.run(words, stdout=log, stderr=log, check=False).returncode:
-                    raise InputError(f"llama.cpp's converter fails on {drafter}: {last_line(log)}")
-        return write_target(target, folder)
+            convert(self.sources, resolve(drafter, "drafter"), folder / f"{kind}.gguf", "--target-model-dir", target)
+        return convert(self.sources, target, folder / "target.gguf")
 
 
-def write_target(target: Path, folder: Path) -> Path:
-    """Write a target as a GGUF file, and return its path."""
-    write_gguf(target, folder / "target.gguf")
-    return folder / "target.gguf"
+def convert(sources: Path, checkpoint: Path, out: Path, *options: str | Path) -> Path:
+    """Write a checkpoint as a GGUF file by llama.cpp's converter, MXFP4 experts bit for bit. Raises InputError."""
+    command = [sys.executable, CONVERTER, sources, checkpoint, *options, "--outtype", "bf16", "--outfile", out]
+    with tempfile.TemporaryFile() as log:
+        if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
+            raise InputError(f"llama.cpp's converter fails on {checkpoint.name}: {last_line(log)}")
+    return out
 
 
 def with_drafter(kind: str, k: int, folder: Path) -> tuple[str, ...]:

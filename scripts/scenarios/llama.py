@@ -12,7 +12,7 @@ Any checkout of llama.cpp of that time will do; llama-cpp-python's source packag
     ninja -C BUILD
 
 Both sides decode the same token ids greedily, one request at a time, in loops of their own. The demo answers held-out
-prompts. Targets of random weights get random tokens; on our side alone, drafts for them are accepted at rates of .76^i.
+prompts; targets of random weights get random tokens, and no drafts.
 Variants take turns round by round. llama.cpp runs on all processors or on one: each variant on what is faster at first.
 """
 
@@ -41,25 +41,17 @@ from peagle.measure.reports import Block
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
 from peagle.pair import Pair
-from peagle.workflows.random_checkpoint import (
-    EAGLE_3,
-    LEAST_LAYERS,
-    P_EAGLE,
-    SIZES,
-    write_random_checkpoint,
-    write_random_drafter,
-)
+from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
 from scripts import runs
 from scripts.peers.bystanders import Bystanders, others_of
-from scripts.peers.llama import Build, with_drafter, with_ngrams, write_target
+from scripts.peers.llama import Build, convert, with_drafter, with_ngrams
 from scripts.peers.remote import Child
 from scripts.runs import Json, Lines, Progress, Run, turns
-from scripts.steps import PUBLISHED_RATE, random_request
+from scripts.steps import random_request
 
 OURS, LLAMA = "peagle", "llama.cpp"
-PLAIN, SPECULATIVE, SYNTHETIC, PROMPTS = "plain", "speculative", "synthetic", "prompts"  # kinds of rows
+PLAIN, SPECULATIVE, PROMPTS = "plain", "speculative", "prompts"  # kinds of rows
 DRAFTERS = {"EAGLE-3": DEMO_EAGLE3, "P-EAGLE": DEMO, "DFlash": DEMO_DFLASH, "n-grams": NGRAM}
-RANDOM_DRAFTERS = {"EAGLE-3": EAGLE_3, "P-EAGLE": P_EAGLE}
 FIXED = (3, 5)
 DFLASH_K = 7  # its block; for a smaller K llama.cpp runs a shorter one, for which the drafter was not trained
 LOOKED_UP = 3  # tokens, of n-grams; llama.cpp's default is 12, with 48 drafts
@@ -157,17 +149,14 @@ def demo(build: Build, folder: Path, options: argparse.Namespace) -> Model:
     return Model(DEMO, build.write_demo(folder), requests, long_prompts(pair.target.vocab_size, options), variants)
 
 
-def random_model(name: str, _: Build, folder: Path, options: argparse.Namespace) -> Model:
-    """Prepare a target of random weights, with drafters if it has layers enough for them."""
-    config, target, variants = SIZES[name], folder / "target", list(without_drafts(options))
+def random_model(name: str, build: Build, folder: Path, options: argparse.Namespace) -> Model:
+    """Prepare a target of random weights, without drafters."""
+    config, target = SIZES[name], folder / "target"
     write_random_checkpoint(target, config)
-    for method, geometry in RANDOM_DRAFTERS.items() if config.num_layers >= LEAST_LAYERS else ():
-        write_random_drafter(folder / method, geometry, config)
-        variants += [Variant(OURS, _row(method, k), SYNTHETIC, str(folder / method), k) for k in (*FIXED, AUTO)]
     numbers = range(options.num_prompts)
     requests = [random_request(config.vocab_size, i, options.max_new_tokens, RANDOM_TOKENS) for i in numbers]
-    prompts = long_prompts(config.vocab_size, options)
-    return Model(str(target), write_target(target, folder), requests, prompts, variants)
+    gguf = convert(build.sources, target, folder / "target.gguf")
+    return Model(str(target), gguf, requests, long_prompts(config.vocab_size, options), list(without_drafts(options)))
 
 
 def without_drafts(options: argparse.Namespace) -> Iterator[Variant]:
@@ -231,8 +220,7 @@ def _pair(target: str, drafter: str | None) -> Pair:
 
 def engine(pair: Pair, variant: Variant, context: int) -> AnyEngine:
     """Make our engine of a variant, compiled."""
-    rates = (PUBLISHED_RATE,) if variant.kind == SYNTHETIC else None
-    made = pair.engine(pair.engine_config(variant.k, context=context, synthetic_acceptance=rates))
+    made = pair.engine(pair.engine_config(variant.k, context=context))
     made.warm_up()
     return made
 
@@ -309,10 +297,10 @@ def row_of(lines: Lines, model: str, row: str, kind: str) -> Json:
             continue
         of: Json = {"threads": found[0].get("threads"), "tok_per_s": runs.spread(lines.values("tok_per_s", **own))}
         of["tokens_a_pass"] = runs.spread(lines.values("tokens_a_pass", **own))
-        if kind in (PLAIN, SPECULATIVE):
+        if kind != PROMPTS:
             of["equal"] = min(line["equal"][side] for line in found)
             of["equal_to_ours"] = min(line["equal"][OURS] for line in found) if side == LLAMA else None
-        if kind in (SPECULATIVE, SYNTHETIC):
+        if kind == SPECULATIVE:
             of["over_plain"] = lines.over("tok_per_s", own, {**own, "row": PLAIN})
         made |= {f"{side}_{name}": value for name, value in of.items()}
     return made | {"ours_over_llama": lines.over("tok_per_s", sides[OURS], sides[LLAMA])}
@@ -348,8 +336,7 @@ def page(record: Json) -> list[Block]:
         "tok/s: tokens after the first over the time after it; of long prompts, the prompt over the time to the first "
         "token. Tokens a pass: of the target, plain passes included. Equal: answers that are, in all rounds, those of "
         "the same side without drafts. Both sides read bfloat16 and MXFP4 experts, and decode in native loops, "
-        "llama.cpp on as many threads as were faster at first. Synthetic: drafters of random weights, whose draft i is "
-        f"accepted at {PUBLISHED_RATE:g}^i in the mean.",
+        "llama.cpp on as many threads as were faster at first.",
         runs.table(record["rows"], "model", "row", "kind", *columns, "ours_over_llama"),
         *(
             [runs.table(record["fastest"], "model", "fastest", OURS, LLAMA, "ours_over_llama")]

@@ -1,16 +1,16 @@
 """Measure `peagle serve`: one request at a time, many at once; compared with the engine alone and llama.cpp's.
 
     python -m scripts.bench serve --out RUN                                         # the demo pair, minutes
-    python -m scripts.bench serve --out RUN --target /tmp/M --clients 1,8 --requests 5 --peer LLAMA/bin/llama-server
+    python -m scripts.bench serve --out RUN --target /tmp/M --clients 1,8 --requests 5 --peer LLAMA
 
 First one request at a time, 1000 tokens in and 1000 out; then rounds of shorter ones from several clients (--clients),
 who send a request after the end of the last one. Every server is a process with a slot per client; plain decoding and
 every K of `-k` take turns, round by round. With --engine-alone 1,8 the engine in this process decodes the same
 requests: the difference is the server's. Answers have a fixed number of tokens, and no prompt is cached.
 
---peer: the program llama-server, which reads the same checkpoint as a GGUF file, or the URL of a running one. It comes
-with llama.cpp and with the source package of llama-cpp-python (cmake -S vendor/llama.cpp -B build -DLLAMA_CURL=OFF;
-cmake --build build -t llama-server). A checkpoint without a tokenizer gets a generated one.
+--peer: a folder of llama.cpp, as the source package of llama-cpp-python has one, in which its server was compiled
+(cmake -S LLAMA -B LLAMA/build -DLLAMA_CURL=OFF; cmake --build LLAMA/build -t llama-server), or the URL of a running
+one. It reads the same checkpoint as a GGUF file. A checkpoint without a tokenizer gets a generated one.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from peagle.engine.request import Request
 from peagle.measure.provenance import num_threads
 from peagle.measure.reports import Block
 from peagle.measure.sweep.plan import K
+from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.pair import Pair
 from peagle.result import follow, submit
@@ -40,6 +41,7 @@ from scripts.serving.models import PLAIN, Load, ServedPair, add_model_options, p
 from scripts.serving.servers import Server
 
 PEER = "llama.cpp"
+BINARY = "build/bin/llama-server"  # in a folder of llama.cpp
 LOAD = ("clients", "tokens_in", "tokens_out", "variant")  # columns that name a row
 FIGURES = (  # of which a row has the spreads over rounds
     *("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s", "acceptance_length"),
@@ -58,15 +60,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--round-in", type=int, default=128, help="tokens of their prompts (default %(default)s)")
     parser.add_argument("--round-out", type=int, default=256, help="tokens of their answers (default %(default)s)")
     parser.add_argument("--engine-alone", default="1,8", help="of --clients, those to compare (default %(default)s)")
-    parser.add_argument("--peer", metavar="PROGRAM|URL", help="llama.cpp's server (default: none)")
+    parser.add_argument("--peer", metavar="FOLDER|URL", help="llama.cpp's server (default: none)")
 
 
 def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
     loads = loads_of(options)
     with tempfile.TemporaryDirectory() as scratch:
-        with_gguf = options.peer is not None and not is_url(options.peer)
-        models = prepared(options, loads, Path(scratch), with_gguf)
+        models = prepared(options, loads, Path(scratch), folder_of(options.peer))
         run = Run(options.out, typed, models.config(options))
         run.extend(measure(options, models, loads))
     run.write(page, rows=[row_of(run.lines, load, name) for load in loads for name in variants(models, options.peer)])
@@ -79,8 +80,8 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     runs.expect_least(1, options, "tokens_in", "round_requests", "round_in", "rounds")
     runs.expect_least(2, options, "tokens_out", "round_out")  # times between tokens are measured
     runs.expect_least(0, options, "requests")
-    if options.peer is not None and not is_url(options.peer):
-        servers.check_binary(options.peer)
+    if (folder := folder_of(options.peer)) and not (folder / BINARY).exists():
+        raise InputError(f"--peer {folder} has no {BINARY}; expected a folder of llama.cpp with it, or a server's URL")
     alone = runs.numbers("--engine-alone", options.engine_alone)
     rounds = [
         Load(n, max(options.round_requests, n), options.round_in, options.round_out, options.rounds, n in alone)
@@ -90,8 +91,9 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     return [one_at_a_time, *rounds] if options.requests else rounds
 
 
-def is_url(peer: str) -> bool:
-    return peer.startswith(("http://", "https://"))
+def folder_of(peer: str | None) -> Path | None:
+    """Return the folder of llama.cpp; None for a URL, and without a peer."""
+    return None if peer is None or peer.startswith(("http://", "https://")) else Path(peer)
 
 
 def variants(models: ServedPair, peer: str | None) -> list[str]:
@@ -129,8 +131,8 @@ def started(options: argparse.Namespace, models: ServedPair, variant: str, load:
     elif models.gguf is None:
         yield Server(options.peer.rstrip("/"))
     else:
-        threads = num_threads() or 1
-        with servers.llama_server(options.peer, models.gguf, load.clients, load.context, threads) as server:
+        binary, threads = Path(options.peer) / BINARY, num_threads() or 1
+        with servers.llama_server(binary, models.gguf, load.clients, load.context, threads) as server:
             yield server
 
 

@@ -14,7 +14,7 @@ from peagle.ops.errors import InputError
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import byte_alphabet, load_tokenizer
-from scripts.peers.gguf_file import write_gguf
+from scripts.peers.llama import convert
 from scripts.runs import Json, expect_least, title
 from target.load import inspect_target
 
@@ -70,8 +70,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of random prompts (default %(default)s)")
 
 
-def prepared(options: argparse.Namespace, loads: Sequence[Load], scratch: Path, with_gguf: bool = False) -> ServedPair:
-    """Choose the variants; make a tokenizer and a GGUF file if needed.
+def prepared(
+    options: argparse.Namespace, loads: Sequence[Load], scratch: Path, llama_cpp: Path | None = None
+) -> ServedPair:
+    """Choose the variants; make a tokenizer if needed and, with the sources of llama.cpp, a GGUF file.
 
     Raises InputError for a negative seed, and for a target with too few positions.
     """
@@ -89,9 +91,9 @@ def prepared(options: argparse.Namespace, loads: Sequence[Load], scratch: Path, 
     if options.target != DEMO and load_tokenizer(checkpoint) is None:
         directory = str(scratch / checkpoint.resolve().name)
         with_tokenizer(checkpoint, tokens, Path(directory))
-    gguf = scratch / "model.gguf" if with_gguf else None
-    if gguf is not None:
-        write_gguf(checkpoint, gguf, tokens)
+    gguf = None
+    if llama_cpp is not None:
+        gguf = convert(llama_cpp, resolve(directory, "target"), scratch / "model.gguf")
     return ServedPair(checkpoint, config.vocab_size, directory, drafter, drafts, gguf)
 
 
@@ -102,8 +104,9 @@ def page_title(text: str, record: Json) -> list[Block]:
 
 
 def byte_level_tokens(size: int) -> list[str]:
-    """Make a byte-level vocabulary: the 256 bytes, then other texts."""
-    return [*byte_alphabet(), *(f"t{number}." for number in range(256, size))][:size]
+    """Make a byte-level vocabulary: the 256 bytes, a pair of them, then other texts."""
+    alphabet = [*byte_alphabet()]
+    return [*alphabet, "".join(alphabet[:2]), *(f"t{number}." for number in range(257, size))][:size]
 
 
 def with_tokenizer(checkpoint: Path, tokens: Sequence[str], directory: Path) -> None:
@@ -115,11 +118,12 @@ def with_tokenizer(checkpoint: Path, tokens: Sequence[str], directory: Path) -> 
 
 
 def write_tokenizer(tokens: Sequence[str], directory: Path) -> None:
-    """Write a byte-level tokenizer of these tokens."""
+    """Write a byte-level tokenizer of these tokens; llama.cpp needs a merge, so the pair of bytes is one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    merges = [(tokens[0], tokens[1])] if tokens[0] + tokens[1] in tokens else []
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)

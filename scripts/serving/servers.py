@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -111,16 +110,10 @@ def ours(*options: str) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def llama_server(binary: str, gguf: Path, slots: int, context: int, num_threads: int) -> Iterator[Server]:
+def llama_server(binary: Path, gguf: Path, slots: int, context: int, num_threads: int) -> Iterator[Server]:
     """Run llama.cpp's server on a GGUF file, with `context` tokens in every slot."""
     port = free_port()
-    command = [binary, "-m", str(gguf), "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)]
+    command = [str(binary), "-m", str(gguf), "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)]
     command += ["-c", str(slots * context), "-t", str(num_threads), "-tb", str(num_threads), "-ngl", "0"]
     with running("llama-server", command, f"http://127.0.0.1:{port}") as server:
         yield server
-
-
-def check_binary(binary: str) -> None:
-    """Raise InputError if there is no such program."""
-    if shutil.which(binary) is None:
-        raise InputError(f"--peer names {binary}, which is no program; expected llama-server, or the URL of one")
