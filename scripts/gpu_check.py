@@ -161,7 +161,7 @@ def peers() -> Iterator[Json]:
     for name, why in run["left_out"].items():
         yield {"engine": name, "left_out": why}
     yield from run["rows"]
-    yield from run["checks"]
+    yield from run["software"]
 
 
 def over_devices(shape: MeshShape) -> Iterator[Json]:

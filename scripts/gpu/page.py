@@ -23,7 +23,7 @@ TABLES = {
     "profile": ("shape", "drafter", "k", *PROFILE),
     "acceptance_length": ("shape", "drafter", "k", "acceptance_length", "source", "tok_per_s", "over_plain"),
     "ours_over_peer": ("checkpoint", "engine", "tok_per_s", "ours_over_peer", "prefill_tok_per_s"),
-    "computes": ("checkpoint", "engine", "version", "computes", "max_difference"),
+    "computes": ("checkpoint", "engine", "version", "computes"),
 }
 
 

@@ -1,20 +1,12 @@
-"""This project's engine in a comparison: the shipped loop for decoding, the shipped verify pass for logits."""
+"""This project's engine in a comparison."""
 
-import functools
 import time
 from typing import Any, Literal
 
-import jax
-import numpy as np
-
 import peagle
-from peagle.config import DEFAULT_CHUNK
 from peagle.engine.request import Request
-from peagle.measure.bench import prefill
 from peagle.measure.provenance import version_of
 from peagle.pair import Pair
-from peagle.protocols import PyTree
-from target.model import GptOss
 
 
 def load(
@@ -25,8 +17,6 @@ def load(
     num_drafts: int = 0,
 ) -> "Ours":
     """Load a checkpoint, with a drafter or without. Raises InputError if these kernels do not run."""
-    if dtype == "float32" and jax.default_backend() == "gpu":  # the reference; a process has one engine
-        jax.config.update("jax_default_matmul_precision", "highest")  # not TF32
     return Ours(peagle.load(directory, drafter, kernels=kernels, dtype=dtype), num_drafts)
 
 
@@ -67,24 +57,3 @@ class Ours:
         whole_s, steps, tokens = timed(num_tokens)
         steps_of_one = steps / len(prompts)
         return {"prefill_s": prefill_s, "decode_s": whole_s - prefill_s, "steps": steps_of_one, "token_ids": tokens}
-
-    def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
-        """See worker.Engine."""
-        target = self._pair.plain_target
-        length, widest = len(prompt_ids), max(map(len, passes))
-        room, chunk = length + sum(map(len, passes)), min(DEFAULT_CHUNK, length)
-        caches = prefill(target, np.asarray([prompt_ids], np.int32), room, chunk, widest)
-        rows = []
-        for token_ids in passes:
-            positions = np.arange(length, length + len(token_ids), dtype=np.int32)[None]
-            logits, caches = _extend(target, np.asarray([token_ids], np.int32), positions, caches)
-            rows.append(np.asarray(logits[0], np.float32))
-            length += len(token_ids)
-        np.save(path, np.concatenate(rows))
-        return {}
-
-
-@functools.partial(jax.jit, donate_argnames="caches")
-def _extend(target: GptOss, token_ids: jax.Array, positions: jax.Array, caches: PyTree) -> tuple[jax.Array, PyTree]:
-    output, caches = target.extend(token_ids, positions, caches)
-    return output.logits, caches

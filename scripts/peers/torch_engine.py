@@ -7,7 +7,6 @@ import inspect
 import time
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GptOssForCausalLM, Mxfp4Config
@@ -16,7 +15,7 @@ FOR_PROMPTS = ("eager", "grouped_mm")
 # copies the weights of all selected experts of all rows: too much at a prompt's width
 FOR_DECODING = (*FOR_PROMPTS, "batched_mm")
 TRIALS = 3
-TRIED_TOKENS = 16
+TRIED_TOKENS = 8
 
 
 def load(directory: str, dtype: str, mxfp4: bool, num_threads: int, device: str, prompt_tokens: int) -> "Transformers":
@@ -62,9 +61,9 @@ class Transformers:
     def choose(self, prompt_ids: list[int], tries_static: bool) -> None:
         """Choose the fastest implementations and cache."""
 
-        def seconds(figure: str, way: str) -> float:
+        def seconds(figure: str, num_tokens: int, way: str) -> float:
             try:
-                runs = [self.decode([prompt_ids], TRIED_TOKENS)[figure] for _ in range(TRIALS)]
+                runs = [self.decode([prompt_ids], num_tokens)[figure] for _ in range(TRIALS)]
             except Exception as error:  # what does not run is recorded by its error
                 self._errors[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 return float("inf")
@@ -72,11 +71,11 @@ class Transformers:
 
         def prompts_by(name: str) -> float:
             self._for_prompts = name
-            return seconds("prefill_s", name)
+            return seconds("prefill_s", 1, name)
 
         def decoding_by(way: tuple[str, bool]) -> float:
             self._for_decoding, self._static = way
-            return seconds("decode_s", f"{way[0]}{', static' * way[1]}")
+            return seconds("decode_s", TRIED_TOKENS, f"{way[0]}{', static' * way[1]}")
 
         self._for_prompts = min(FOR_PROMPTS, key=prompts_by)
         caches = (False, True) if tries_static else (False,)
@@ -95,16 +94,10 @@ class Transformers:
             token_ids = [self._begin(prompt_ids)]
             prefill_s = time.perf_counter() - started
             while len(token_ids) < num_tokens:
-                token_ids += self._extend(token_ids[-1:])[1]
+                token_ids.append(self._next(token_ids[-1]))
             whole_s = time.perf_counter() - started
         decode_s = whole_s - prefill_s
         return {"prefill_s": prefill_s, "decode_s": decode_s, "steps": num_tokens - 1, "token_ids": [token_ids]}
-
-    def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
-        """See worker.Engine."""
-        self._begin(prompt_ids)
-        np.save(path, np.concatenate([self._extend(token_ids)[0].float().cpu().numpy() for token_ids in passes]))
-        return {}
 
     @torch.inference_mode()
     def _begin(self, prompt_ids: list[int]) -> int:
@@ -116,11 +109,9 @@ class Transformers:
         return token
 
     @torch.inference_mode()
-    def _extend(self, token_ids: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """Append tokens to the cache; return the logits and the greedy token after each."""
-        logits = self._run(token_ids).logits[0]
-        greedy: list[int] = logits.argmax(-1).tolist()
-        return logits, greedy
+    def _next(self, token: int) -> int:
+        """Append a token to the cache; return the greedy token after it."""
+        return int(self._run([token]).logits[0, -1].argmax())
 
     def _run(self, token_ids: list[int], **options: int) -> Any:
         return self._model(self._tensor(token_ids), **{self._cache_name: self._cache}, **options)

@@ -37,10 +37,6 @@ class Engine(Protocol):
         """
         ...
 
-    def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
-        """Write float32 logits [tokens, vocabulary] of the passes, which follow the prompt."""
-        ...
-
 
 def main() -> int:
     """Serve the engine that the command line names."""

@@ -5,15 +5,15 @@
     python -m scripts.bench peers --out RUN --vllm-python VLLM/bin/python --engines peagle,vllm --requests 1,8,32,64 \
         --drafters p-eagle,eagle3 -k 5 --prompt-tokens 512 /tmp/20b
 
-It measures prefill and plain decoding, and the difference of an engine's logits from a float32 reference. On a GPU all
-compute in bfloat16, and transformers decodes with the faster of its caches: a growing one, and a static one with
-compiled passes. Every engine is a process of its own; they take turns round by round, so that drift of the machine
-affects all equally. --requests: so many are decoded together, by engines that can. --drafters also times steps with
-drafters of random weights. `scripts.bench llama` compares with llama.cpp.
+It measures prefill and plain decoding; `peagle parity` compares logits. On a GPU all compute in bfloat16, and
+transformers decodes with the faster of its caches: a growing one, and a static one with compiled passes. Every engine
+is a process of its own; they take turns round by round, so that drift of the machine affects all equally. --requests:
+so many are decoded together, by engines that can. --drafters also times steps with drafters of random weights.
+`scripts.bench llama` compares with llama.cpp.
 
 vLLM runs under a Python that has it, best in an environment of its own. It reads the checkpoint, on a CPU a copy
-without MXFP4 (scripts/golden/vllm.py says how to install it there); it gives no logits here. On a GPU the engines share
-its memory. The page names engines that are left out because their packages are missing.
+without MXFP4 (scripts/golden/vllm.py says how to install it there); on a GPU the engines share its memory. The page
+names engines that are left out because their packages are missing.
 """
 
 import argparse
@@ -49,7 +49,6 @@ DEFAULT = tuple(name for name in NAMES if name != "peagle-xla")
 DRAFTERS = {"p-eagle": P_EAGLE, "eagle3": EAGLE_3}
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 VLLM_MEMORY = 0.9  # of a GPU, shared by all engines on it
-CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half has one
 RATES = ("prefill_tok_per_s", "tok_per_s", "step_ms", "tokens_a_step")
 
 
@@ -62,12 +61,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default %(default)s")
     parser.add_argument("-n", "--new-tokens", type=int, default=64, help="decoded each time (default %(default)s)")
-    parser.add_argument(
-        "--check-tokens",
-        type=int,
-        default=64,
-        help="whose logits are compared with float32's, of four bytes a parameter; 0: none (default %(default)s)",
-    )
     parser.add_argument("--seed", type=int, default=0, help="of all tokens (default %(default)s)")
     parser.add_argument(
         "--requests", metavar="N,...", default="1", help="decoded together, such as 1,4,8,16,32 (default %(default)s)"
@@ -88,16 +81,16 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
         print(f"{engine} is left out: {why}", file=sys.stderr)
     config = {name: value for name, value in vars(options).items() if name not in ("out", "vllm_python")}
     config["checkpoints"] = [path.name for path in options.checkpoints]
-    run, rows, checks = Run(options.out, typed, config), [], []
+    run, rows, software = Run(options.out, typed, config), [], []
     for checkpoint in options.checkpoints:
         say = Progress(f"{checkpoint.name}:")
         measured = measure(checkpoint, names, options, say)
         say.end()
         run.extend({"checkpoint": checkpoint.name, **line} for line in measured.lines)
         rows += [{"checkpoint": checkpoint.name, **row} for row in rows_of(measured)]
-        checks += [{"checkpoint": checkpoint.name, **check} for check in measured.checks]
+        software += [{"checkpoint": checkpoint.name, **described} for described in measured.software]
         last, others = checkpoint is options.checkpoints[-1], others_of(run.lines)
-        run.write(page, show=last, left_out=left_out, rows=rows, checks=checks, others_frac=others)
+        run.write(page, show=last, left_out=left_out, rows=rows, software=software, others_frac=others)
     return 0
 
 
@@ -131,8 +124,6 @@ def check(options: argparse.Namespace) -> None:
     runs.expect_least(1, options, "rounds", "prompt_tokens", "num_drafts")
     runs.expect_least(2, options, "new_tokens")
     runs.expect_least(0, options, "seed")
-    if options.check_tokens < 0 or options.check_tokens % (2 * CHECKED_WIDE):
-        raise InputError(f"--check-tokens is {options.check_tokens}; expected 0 or a multiple of {2 * CHECKED_WIDE}")
     if unknown := [name for name in options.drafters if name not in DRAFTERS]:
         raise InputError(f"--drafters names {unknown[0]!r}; expected names of {', '.join(DRAFTERS)}")
     if len({path.name for path in options.checkpoints}) < len(options.checkpoints):
@@ -150,7 +141,7 @@ def check(options: argparse.Namespace) -> None:
 
 def context_of(options: argparse.Namespace) -> int:
     """Count the positions that a sequence takes at most; vLLM drafts less near the last one."""
-    return options.prompt_tokens + max(options.new_tokens, options.check_tokens) + 2 * (options.num_drafts + 1)
+    return options.prompt_tokens + options.new_tokens + 2 * (options.num_drafts + 1)
 
 
 # --- the engines ----------------------------------------------------------------------------------------------------
@@ -165,7 +156,6 @@ class Entry:
     options: Mapping[str, Any]  # of its load()
     python: str = sys.executable
     several: bool = True
-    gives_logits: bool = True
     ours: str = OURS  # the engine of ours that it is compared with
 
     def start(self) -> Child:
@@ -201,7 +191,7 @@ def entry(name: str, site: Site) -> Entry:
         on_gpu = {"gpu_memory_frac": VLLM_MEMORY / site.num_on_gpu} if site.gpu else {}
         target = directory if site.gpu else str(site.unquantised.resolve())
         options = {"target": target, "dtype": "bfloat16", "max_positions": site.context, "max_requests": site.requests}
-        return Entry(name, VLLM, {**options, **on_gpu}, site.vllm_python or "", gives_logits=False)
+        return Entry(name, VLLM, {**options, **on_gpu}, site.vllm_python or "")
     if kind == OURS:
         kernels, dtype = variant or ("auto" if site.gpu else "native"), "bfloat16" if site.gpu else "float32"
         return Entry(name, OURS, {"directory": directory, "kernels": kernels, "dtype": dtype})
@@ -218,13 +208,7 @@ def drafting(name: str, drafter: str, directory: Path, k: int, site: Site) -> En
     if name == VLLM:
         options["parallel"] = DRAFTERS[drafter].kind == "P-EAGLE"
     drafted = {"name": f"{name}, {drafter}", "ours": f"{OURS}, {drafter}", "options": options}
-    return replace(plain, **drafted, gives_logits=False)
-
-
-def reference(site: Site) -> Entry:
-    """Make the reference's entry: this project on XLA in float32, experts dequantised."""
-    plain = entry("peagle-xla", site)
-    return replace(plain, options={**plain.options, "dtype": "float32"})
+    return replace(plain, **drafted)
 
 
 def write_unquantised(directory: Path, copy: Path, dtype: Any = ml_dtypes.bfloat16) -> None:
@@ -241,7 +225,7 @@ class Measured:
     """The measurements of one checkpoint."""
 
     entries: list[Entry]
-    checks: list[Json] = field(default_factory=list)  # of an engine's software and logits
+    software: list[Json] = field(default_factory=list)  # of each engine
     lines: list[Json] = field(default_factory=list)
 
 
@@ -261,18 +245,11 @@ def measure(checkpoint: Path, names: Sequence[str], options: argparse.Namespace,
             options.prompt_tokens,
             jax.default_backend() == "gpu",
         )
-        if options.check_tokens:
-            say("reference logits")
-            with reference(site).start() as remote:
-                expected = logits_of(remote, tokens, folder)
         measured, children = Measured(entries_of(names, files, options, site)), {}
         for own in measured.entries:
-            say(f"{own.name} loads and is checked")
+            say(f"{own.name} loads")
             children[own.name] = child = running.enter_context(own.start())
-            described = child.described
-            if own.gives_logits and options.check_tokens:
-                described |= compare(logits_of(child, tokens, folder), expected)
-            measured.checks.append({"engine": own.name, **described})
+            measured.software.append({"engine": own.name, **child.described})
         measured.lines += run_rounds(measured.entries, children, tokens, options, say)
     return measured
 
@@ -296,39 +273,11 @@ class Tokens:
 
     def __init__(self, vocab_size: int, options: argparse.Namespace) -> None:
         self._vocab_size, self._seed, self._length = vocab_size, options.seed, options.prompt_tokens
-        half, checked = options.check_tokens // 2, self._draw(1, options.check_tokens)
-        wide = range(half, options.check_tokens, CHECKED_WIDE)
-        self.checked = [[token] for token in checked[:half]] + [checked[i : i + CHECKED_WIDE] for i in wide]
 
     def prompts(self, count: int) -> list[list[int]]:
         """Draw `count` prompts of one length."""
-        return [self._draw(0, self._length, number) for number in range(count)]
-
-    def _draw(self, stream: int, count: int, *substream: int) -> list[int]:
-        rng = np.random.default_rng([self._seed, stream, *substream])
-        ids: list[int] = rng.integers(0, self._vocab_size, count).tolist()
-        return ids
-
-
-def logits_of(child: Child, tokens: Tokens, scratch: Path) -> np.ndarray:
-    """Compute logits [checked tokens, vocabulary], teacher-forced after the prompt."""
-    path = scratch / "logits.npy"
-    child.call("logits", prompt_ids=tokens.prompts(1)[0], passes=tokens.checked, path=str(path))
-    logits: np.ndarray = np.load(path)
-    path.unlink()
-    return logits
-
-
-def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
-    """Compare logits in standard deviations of the expected ones, and greedy tokens."""
-    if logits.shape != expected.shape:
-        raise InputError(f"logits have shape {list(logits.shape)}; expected {list(expected.shape)}")
-    difference = (logits.astype(np.float64) - expected) / expected.std()
-    return {
-        "max_difference": float(np.abs(difference).max()),
-        "rms_difference": float(np.sqrt(np.mean(difference**2))),
-        "same_token_frac": float(np.mean(logits.argmax(-1) == expected.argmax(-1))),
-    }
+        generators = (np.random.default_rng([self._seed, number]) for number in range(count))
+        return [rng.integers(0, self._vocab_size, self._length).tolist() for rng in generators]
 
 
 def run_rounds(
@@ -382,16 +331,14 @@ def page(record: Json) -> list[Block]:
         "over rounds (least..greatest); ratios are taken within a round"
     )
     names = ("checkpoint", "requests", "engine", "tok_per_s", "ours_over_peer", "prefill_tok_per_s")
-    checks = ("checkpoint", "engine", "version", "computes", "max_difference", "rms_difference", "same_token_frac")
     return [
         *runs.title(f"Against peers on {'one GPU' if platform == 'gpu' else 'CPU'}", record, about),
         *(f"Left out: {engine} ({why})." for engine, why in record["left_out"].items()),
         "Requests: so many are decoded together, each with a prompt of its own. tok/s: of all tokens of all requests, "
         "less the time of one token each, which is that of the prompts. Drafters have random weights and geometries of "
         f"the public 20b drafters, K = {config['num_drafts']}: random drafts are hardly ever accepted, so these rows "
-        f"tell what a step costs. Differences are between logits of {config['check_tokens']} teacher-forced tokens and "
-        "this project's on XLA in float32, in standard deviations of the latter. Other processes took "
-        f"{runs.text_of(record, 'others_frac')} % of the processors' time.",
+        f"tell what a step costs. Other processes took {runs.text_of(record, 'others_frac')} % of the processors' "
+        "time.",
         runs.table(record["rows"], *names, "ours_over_peer_prefill", "step_ms", "tokens_a_step"),
-        runs.table(record["checks"], *checks),
+        runs.table(record["software"], "checkpoint", "engine", "version", "computes"),
     ]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from peagle.checkpoints import DEMO, resolve
@@ -18,27 +17,20 @@ from scripts.peers import bystanders, ours
 from scripts.peers.bystanders import Bystanders
 from scripts.runs import Progress, rotated
 from scripts.scenarios import peers
-from scripts.scenarios.peers import Measured, Site, Tokens, compare, drafting, entry, reference, rows_of, run_rounds
+from scripts.scenarios.peers import Measured, Site, Tokens, drafting, entry, rows_of, run_rounds
 from target.load import inspect_target
 from tests.scripts.conftest import GEOMETRY
 
-OPTIONS = argparse.Namespace(prompt_tokens=16, new_tokens=11, check_tokens=8, rounds=3, seed=0, requests=[1, 3])
+OPTIONS = argparse.Namespace(prompt_tokens=16, new_tokens=11, rounds=3, seed=0, requests=[1, 3])
 SITE = Site(Path("small"), True, Path("scratch"), 64, "python")
 DRIFT = {1: 1.0, 2: 3.0, 3: 1.5}  # of the machine, by round: ratios within a round do not see it
 
 
 def test_every_engine_gets_the_same_tokens() -> None:
     first, second = Tokens(89, OPTIONS), Tokens(89, OPTIONS)
-    assert (first.prompts(3), first.checked) == (second.prompts(3), second.checked)
-    assert [len(one) for one in first.checked] == [1, 1, 1, 1, 4]
+    assert first.prompts(3) == second.prompts(3)
     assert first.prompts(1) == first.prompts(3)[:1]
     assert len({tuple(prompt) for prompt in first.prompts(3)}) == 3
-
-
-def test_differences_are_in_standard_deviations() -> None:
-    expected = np.array([[0.0, 2.0], [2.0, 0.0]], np.float32)  # of standard deviation 1
-    differences = compare(expected + np.array([[0.0, 0.0], [0.0, 3.0]], np.float32), expected)
-    assert differences == {"max_difference": 3.0, "rms_difference": 1.5, "same_token_frac": 0.5}
 
 
 class Scripted:
@@ -103,12 +95,11 @@ def test_options_of_engines_with_drafters() -> None:
     assert not on_gpu["target"].endswith("unquantised")
 
 
-def test_on_a_gpu_all_compute_there_in_bfloat16_but_for_the_reference() -> None:
+def test_on_a_gpu_all_compute_there_in_bfloat16() -> None:
     site = dataclasses.replace(SITE, gpu=True)
     options = {name: entry(name, site).options for name in ("peagle", "peagle-xla", "transformers-bf16")}
     assert [options[name]["dtype"] for name in options] == ["bfloat16"] * 3
     assert options["transformers-bf16"]["device"] == "cuda"
-    assert reference(site).options == {**options["peagle-xla"], "dtype": "float32"}
     assert entry("peagle", SITE).options["dtype"] == "float32"
     assert entry("transformers-fp32", SITE).options["device"] == "cpu"
 
@@ -131,21 +122,12 @@ def test_requests_decoded_together_get_the_tokens_that_each_gets_alone() -> None
     assert together["token_ids"] == [engine.decode([prompt], 20)["token_ids"][0] for prompt in prompts]
 
 
-def test_transformers_and_ours_compute_the_same(checkpoint: Path, tmp_path: Path) -> None:
-    """Token by token and in wider passes, after other requests were decoded."""
+def test_transformers_and_ours_decode_the_same(checkpoint: Path) -> None:
     torch_engine = pytest.importorskip("scripts.peers.torch_engine")
-    mxfp4 = inspect_target(checkpoint).mxfp4
-    engines = {
-        "theirs": torch_engine.load(str(checkpoint), "float32", mxfp4, 1, "cpu", 8),
-        "ours": ours.load(str(checkpoint), "xla", "float32"),
-    }
-    logits = {}
-    for name, engine in engines.items():
-        engine.logits([3, 1, 4], [[1], [5], [9, 2, 6]], str(tmp_path / f"{name}.npy"))
-        logits[name] = np.load(tmp_path / f"{name}.npy")
-    assert compare(logits["theirs"], logits["ours"])["max_difference"] < 1e-3
-    decoded = [engine.decode([[3, 1, 4]], 6)["token_ids"] for engine in engines.values()]
-    assert decoded[0] == decoded[1]
+    theirs = torch_engine.load(str(checkpoint), "float32", inspect_target(checkpoint).mxfp4, 1, "cpu", 8)
+    mine = ours.load(str(checkpoint), "xla", "float32")
+    first, second = (engine.decode([[3, 1, 4]], 12)["token_ids"] for engine in (theirs, mine))
+    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -158,7 +140,6 @@ def test_transformers_and_ours_compute_the_same(checkpoint: Path, tmp_path: Path
         (["--requests", ""], "expected numbers with commas between"),
         (["--rounds", "0"], "--rounds is 0; expected 1 or more"),
         (["-n", "1"], "--new-tokens is 1; expected 2 or more"),
-        (["--check-tokens", "12"], "expected 0 or a multiple of 8"),
         (["--prompt-tokens", "131072"], "has 131072 positions"),
         (["{checkpoint}"], "two checkpoints have the same name"),
         (["{out}/nowhere"], "does not exist; expected a directory with config.json"),
