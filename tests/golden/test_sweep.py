@@ -9,7 +9,8 @@ import pytest
 
 from peagle.cli import main
 from peagle.measure.sweep.figures import alone, concurrent, rows
-from peagle.measure.sweep.store import IN_SHORT, RUN, open_run
+from peagle.measure.sweep.store import IN_SHORT, KIND, RUN, open_run
+from peagle.ops.errors import InputError
 
 RECORDED = Path(__file__).with_name("sweep")
 RESULTS = Path(__file__).parents[2] / "results"
@@ -39,6 +40,12 @@ def test_figures_of_a_recorded_run_are_the_recorded_ones() -> None:
     assert not same(changed, computed), "the comparison reaches figures of parts"
 
 
+def test_a_copy_without_raw_lines_is_a_summary(tmp_path: Path) -> None:
+    shutil.copy(RECORDED / RUN, tmp_path / RUN)
+    with pytest.raises(InputError, match="holds the summary of a run"):
+        open_run(tmp_path)
+
+
 def test_a_recorded_run_is_reported(tmp_path: Path) -> None:
     run = Path(shutil.copytree(RECORDED, tmp_path / "run"))
     assert main(["report", str(run)]) == 0
@@ -49,7 +56,7 @@ def test_a_recorded_run_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob(f"*/{RUN}")), ids=lambda path: path.parent.name)
 def test_published_results_are_told_from_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = json.loads(path.read_text()).get("kind") == IN_SHORT
+    summary = json.loads(path.read_text()).get("kind") in (IN_SHORT, KIND)
     assert main(["report", str(path.parent)]) == 2
     error = capsys.readouterr().err
     assert ("holds the summary of a run" if summary else "holds no run of peagle sweep") in error

@@ -27,7 +27,7 @@ from peagle.ops.strict_json import dumps
 from peagle.result import Counters, Result
 
 SCHEMA, KIND = 3, "sweep"
-IN_SHORT = "sweep in short"  # the kind of the summaries in results/, which have no raw lines
+IN_SHORT = "sweep in short"  # the kind of summaries in results/; later ones are copies without raw lines
 ITL_QUANTILES = (0.5, 0.9, 0.99)
 FEWEST_WAITS = 4  # between two arrivals of tokens, for quantiles
 RUN, PROMPTS, CONVERSATIONS, RAW = "run.json", "prompts.jsonl", "conversations.jsonl", "raw.jsonl"
@@ -266,7 +266,7 @@ def open_run(path: Path) -> Folder:
         raise InputError(why) from None
     except (ValueError, AttributeError):  # no JSON, or no object
         kind = schema = None
-    if kind == IN_SHORT:
+    if kind == IN_SHORT or (kind == KIND and record.get("rows") and not (path / RAW).exists()):
         raise InputError(f"{path} holds the summary of a run; expected the folder of peagle sweep, with its raw lines")
     if schema != SCHEMA or kind != KIND:
         raise InputError(f"{path / RUN} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
