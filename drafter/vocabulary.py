@@ -4,7 +4,7 @@ The head is most of the weights that a real model's drafter reads per step, and 
 rare. A token that the drafter cannot propose costs a rejected draft, never a wrong token.
 
 A drafter's directory may hold `frequent_tokens.json`, a list of the target's token ids, the most frequent first
-(`peagle frequent-tokens` writes it). Without one the lowest ids count as frequent, because byte-pair encoding numbers
+(`peagle train` writes it). Without one the lowest ids count as frequent, because byte-pair encoding numbers
 tokens in the order of merges, and merges frequent pairs first. Stop tokens come before them.
 """
 
@@ -21,7 +21,6 @@ from drafter.params import DrafterParams
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 from peagle.ops.linear import SplitMatrix, take_outputs
-from peagle.ops.strict_json import dumps
 
 FREQUENT_TOKENS = "frequent_tokens.json"
 
@@ -103,13 +102,6 @@ def first_of(preferred: Iterable[int], vocab_size: int, count: int) -> tuple[int
 def by_frequency(counts: np.ndarray) -> list[int]:
     """List the tokens with a count above 0, the most frequent first, then by id. counts [V]."""
     return [int(token) for token in np.argsort(-counts, kind="stable") if counts[token] > 0]
-
-
-def write_frequent_tokens(path: Path, counts: np.ndarray) -> int:
-    """Write the tokens `by_frequency` to a file; return their number. counts [V]."""
-    ids = by_frequency(counts)
-    path.write_text(dumps(ids) + "\n")
-    return len(ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,10 +40,6 @@ MOST_SLOTS = 1 << 16  # more than any memory holds
 MAX_NUM_DRAFTS = 128  # no acceptance length outweighs a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # characters
-KEPT_PREFIXES = (  # the help of --prefix-cache in commands for many requests
-    "Keep the keys and values of prompts and answers for later prompts that begin with them. SIZE: extra memory for "
-    "them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it."
-)
 AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to save time (peagle.engine.auto)
 NumDrafts = int | str | None  # K as users say it (`Drafts.parse`)
 DtypeName = Literal["float32", "bfloat16"]
@@ -94,15 +90,6 @@ def read_num_drafts(typed: str) -> NumDrafts:
         return typed
 
 
-def read_rates(typed: str) -> tuple[float, ...]:
-    """Read acceptance rates with commas between them. Raises InputError for anything else."""
-    try:
-        return tuple(float(part) for part in typed.split(","))
-    except ValueError:
-        message = f"synthetic acceptance is {typed!r}; expected rates with commas between, or one"
-        raise InputError(message, "synthetic_acceptance") from None
-
-
 def read_prefill_chunk(typed: str) -> int | Literal["all"]:
     """Read a number of tokens, or all. Raises InputError for anything else."""
     if typed == "all":
@@ -124,19 +111,11 @@ def read_kv_memory(typed: str) -> int | None:
     return size
 
 
-def read_prefix_cache(typed: str) -> PrefixCacheSize | None:
-    """Read bytes, on, off, or None for auto. Raises InputError for anything else."""
-    if typed == AUTO:
-        return None
+def read_prefix_cache(typed: str) -> PrefixCacheSize:
+    """Read bytes, on or off. Raises InputError for anything else."""
     if typed == "on" or typed == "off":
         return "on" if typed == "on" else "off"
-    return _read_size(typed, "prefix_cache", "on, off or auto")
-
-
-def read_kept_prefixes(typed: str) -> PrefixCacheSize:
-    """Read bytes, on or off, for commands with many requests: auto is on. Raises InputError for anything else."""
-    size = read_prefix_cache(typed)
-    return "on" if size is None else size
+    return _read_size(typed, "prefix_cache", "on or off")
 
 
 def _read_size(typed: str, field: str, others: str) -> int:
@@ -146,11 +125,11 @@ def _read_size(typed: str, field: str, others: str) -> int:
         raise InputError(f"{field} is {typed!r}; expected a size, as 512MB or 2GB, or {others}", field) from None
 
 
-def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
-    """Raise InputError for an impossible K. plain: K = 0 is possible. instead: the end of the message."""
+def check_num_drafts(k: int, plain: bool = True) -> None:
+    """Raise InputError for an impossible K. plain: K = 0 is possible."""
     if not (0 if plain else 1) <= k <= MAX_NUM_DRAFTS:
         least = "0 (plain decoding)" if plain else "1"
-        message = f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}"
+        message = f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens"
         raise InputError(message, "num_speculative_tokens")
 
 
@@ -227,21 +206,21 @@ class SamplingParams:
     top_k: Annotated[int, Flag(SAMPLING, "N")] = 0
     """Sample from the N most likely tokens; 0: all."""
     top_p: Annotated[float, Flag(SAMPLING, "P")] = 1.0
-    """Sample from the most likely tokens with a cumulative probability of P; 1: all."""
+    """Sample from the most likely tokens of total probability P; 1: all."""
     min_p: Annotated[float, Flag(SAMPLING, "P")] = 0.0
-    """Minimum probability of a token relative to the most likely one; 0: off."""
+    """Least probability relative to the most likely token's; 0: off."""
     seed: Annotated[int, Flag(SAMPLING, "S")] = 0
     """Random seed for sampling."""
     presence_penalty: Annotated[float, Flag(SAMPLING, "X")] = 0.0
-    """Subtract X (-2 to 2) from the logits of tokens already generated."""
+    """Subtract X (-2 to 2) from logits of generated tokens."""
     frequency_penalty: Annotated[float, Flag(SAMPLING, "X")] = 0.0
-    """Subtract X (-2 to 2) from a token's logit for each time it was generated."""
+    """The same for each time that a token was generated."""
     repetition_penalty: Annotated[float, Flag(SAMPLING, "X")] = 1.0
-    """Divide positive logits of tokens in the prompt or answer by X, multiply negative ones; 1: off."""
+    """Divide positive logits of used tokens by X, multiply negative ones."""
     logit_bias: Annotated[tuple[tuple[int, float], ...], Flag(SAMPLING, "ID=X", read=read_bias)] = ()
     """Add X to the logit of token ID; repeatable."""
     min_tokens: Annotated[int, Flag(SAMPLING, "N")] = 0
-    """Allow no stop token and no stop string before N tokens are generated."""
+    """Allow no stop token or string before N tokens."""
 
     def __post_init__(self) -> None:
         smallest, largest, penalty = 1 / HOTTEST, HOTTEST, LARGEST_PENALTY
@@ -329,10 +308,9 @@ class AnswerConfig:
     ignore_eos: Annotated[bool, Flag(SAMPLING)] = False
     """Ignore stop tokens; generate -n tokens."""
     stop: Annotated[tuple[str, ...], Flag(SAMPLING, "TEXT")] = ()
-    """Stop string: the answer ends before it; repeatable."""
+    """The answer ends before this text; repeatable."""
     logprobs: Annotated[int | None, Flag(OUTPUT, "N")] = None
-    """Print each token's log-probability and those of the N (0 to 20) most likely tokens, or write them to --json.
-    Slower."""
+    """Show, or write to --json, log-probabilities of each token and the N (0 to 20) likeliest."""
 
     def __post_init__(self) -> None:
         check_least(self, max_new_tokens=1)
@@ -345,46 +323,31 @@ class LoadConfig:
     """Which target and drafter, and how they are loaded."""
 
     target: Annotated[str | None, Flag(MODEL, "DIR|OWNER/NAME")] = None
-    """GPT-OSS checkpoint: a directory, or a Hugging Face name. Default: the demo target."""
+    """GPT-OSS checkpoint: a directory or a Hugging Face name. Default: demo."""
     drafter: Annotated[str | None, Flag(MODEL, "DIR|ngram")] = None
-    """P-EAGLE, EAGLE-3 or DFlash checkpoint; ngram: prompt lookup, without weights; demo-eagle3, demo-dflash: the
-    demo's other drafters. Default: the demo's P-EAGLE."""
+    """P-EAGLE, EAGLE-3 or DFlash checkpoint; ngram: prompt lookup; demo-eagle3, demo-dflash. Default: demo."""
     aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
-    """Target layers (0-based) whose outputs the drafter reads. Default: as in the drafter's config.json."""
+    """Target layers (0-based) that the drafter reads. Default: as in its config.json."""
     download: Annotated[bool, Flag(MODEL)] = False
-    """Download checkpoints named OWNER/NAME from the Hugging Face Hub unless they are in its local cache. Without it,
-    nothing is downloaded."""
+    """Download models that are not in the Hugging Face cache."""
     draft_vocab: Annotated[str | None, Flag(SPECULATION, "N|FILE")] = None
-    """Draft only the N most frequent tokens, or the ids in a JSON list: a cheaper head, lower acceptance."""
+    """Draft only the N most frequent tokens, or a JSON list of ids: a cheaper head."""
     drafter_window: Annotated[str, Flag(SPECULATION, "N|auto|off")] = "auto"
-    """Sliding window of the drafter's attention, in positions: keeps acceptance up after long prompts. auto: from its
-    speculation.json or config.json."""
+    """Positions that the drafter sees; auto: as in the checkpoint."""
     retain_full_kv: Annotated[bool, Flag(ENGINE)] = False
-    """Keep all positions in sliding-window layers. It takes more memory, but a prompt can reuse any part of a cached
-    prefix."""
-    query_blocks: Annotated[int, Flag(ENGINE, "N")] = 1
-    """Compute a prompt pass's attention in N blocks of rows, of 32 or more: less memory, more passes over weights."""
-    ffn_blocks: Annotated[int, Flag(ENGINE, "M")] = 1
-    """Compute a prompt pass's experts in M blocks of rows, of 32 or more: less memory, but each block reads them."""
+    """Keep all positions of sliding layers, so that a prompt can reuse any part of a cached prefix: more memory."""
+    query_blocks: int = 1  # compute a prompt pass's attention in blocks of rows, of 32 or more: less memory, more time
+    ffn_blocks: int = 1  # the same for its experts, whose weights are read for each block
     dtype: Annotated[DtypeName | None, Flag(MACHINE, "DTYPE")] = None
-    """Compute in float32 or bfloat16. Default: bfloat16; on a CPU float32 without the native kernels, or for a target
-    that is not stored in bfloat16."""
+    """Compute in float32 or bfloat16. Default: bfloat16; on a CPU, float32 without kernels or for a float32 target."""
     experts: Annotated[ExpertsChoice, Flag(MACHINE, "LAYOUT")] = "auto"
-    """packed: keep MXFP4 in memory; expanded: dequantise at load; auto: the fastest that fits."""
-    kernels: Annotated[KernelsChoice, Flag(MACHINE, "KIND")] = "auto"
-    """native: the compiled kernels, or an error; xla: XLA's own code; auto: native if they run here."""
+    """packed: MXFP4 in memory; expanded: dequantised; auto: the fastest that fits."""
+    kernels: KernelsChoice = "auto"  # native: the compiled kernels, or an error; xla: XLA's own code
     mesh: Annotated[str | None, Flag(MACHINE, "tp=N,ep=N,dp=N")] = None
-    """Split the target over tp x ep devices. tp splits each expert, ep distributes the experts, all devices share
-    heads, caches and vocabulary. dp: that many replicas, each on its own devices, share the slots. Default: one."""
-    reduce: Annotated[Reduction, Flag(MACHINE, "HOW")] = "ordered"
-    """How devices sum. ordered: in rank order, so that verifying equals decoding bit for bit; psum: all-reduce."""
-    coordinator: Annotated[str | None, Flag(MACHINE, "HOST:PORT")] = None
-    """Address at which process 0 waits for the others; PORT alone: this machine. --mesh then spans the devices of all
-    processes. Trusted networks only."""
-    process_id: Annotated[int | None, Flag(MACHINE, "I")] = None
-    """This process's rank. Rank 0 runs the command; the others work for it."""
-    num_processes: Annotated[int | None, Flag(MACHINE, "N")] = None
-    """Number of processes, 2 or more."""
+    """Devices of the target: tp splits each expert, ep distributes experts; dp: replicas, which share the slots."""
+    reduce: Reduction = "ordered"  # how devices sum: in rank order, so that verifying equals decoding; psum: all-reduce
+    process: Annotated[str | None, Flag(MACHINE, "I/N@HOST:PORT")] = None
+    """This process is I of N that share --mesh; 0 listens at HOST:PORT and runs the command. Trusted networks only."""
 
     def __post_init__(self) -> None:
         check_least(self, query_blocks=1, ffn_blocks=1)
@@ -392,7 +355,7 @@ class LoadConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `peagle.load`."""
-        beside = ("target", "drafter", "download", "coordinator", "process_id", "num_processes")
+        beside = ("target", "drafter", "download", "process")
         return {name: value for name, value in vars(self).items() if name not in beside}
 
 
@@ -403,28 +366,21 @@ class EngineConfig:
     num_speculative_tokens: Annotated[
         NumDrafts, Flag(SPECULATION, "K|auto|auto:N", ("-k", "--num-speculative-tokens"), read_num_drafts)
     ] = None
-    """Tokens drafted per step (K). auto: verify only drafts that are likely to save time, and also draft by n-grams of
-    the text so far; at most as many as the drafter's speculation.json says. auto:N: at most N. Default: auto."""
+    """Tokens drafted per step (K); 0: plain decoding; auto: drafts likely to save time, and n-grams; auto:N: at most
+    N."""
     slots: Annotated[int, Flag(ENGINE, "N")] = 1
     """Requests decoded at once (continuous batching)."""
     context: Annotated[int | None, Flag(ENGINE, "N")] = None
-    """Context length in tokens: the most of one request, prompt plus answer. Default: the model's limit, or what the
-    memory holds if that is less."""
+    """Context length in tokens, prompt plus answer. Default: the model's, or what prompts need or the memory holds."""
     prefill_chunk: Annotated[int | Literal["all"] | None, Flag(ENGINE, "N|all", read=read_prefill_chunk)] = None
-    """Prompt tokens per prefill pass; all: the whole prompt. More: a prompt is prefilled sooner; fewer: other requests
-    wait less, and a pass takes less memory. Default: 128, on a GPU 2048."""
-    kv_memory: Annotated[int | None, Flag(ENGINE, "SIZE|auto", read=read_kv_memory, default="auto")] = None
-    """Memory for the keys and values of all requests together, such as 4GB; requests that need more wait. auto: room
-    for the context of every slot, at most 8192 positions per slot."""
-    prefix_cache: Annotated[
-        PrefixCacheSize | None, Flag(ENGINE, "on|off|SIZE", read=read_prefix_cache, default="auto")
-    ] = None
-    """Keep the keys and values of prompts and answers for later prompts that begin with them. SIZE: extra memory for
-    them, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, what requests leave of it.
-    auto: on, off for a single request."""
-    synthetic_acceptance: Annotated[tuple[float, ...] | None, Flag(SPECULATION, "P|P,P", read=read_rates)] = None
-    """For timing random weights: accept draft i in share P_i of the steps, whatever the target's logits. A single P
-    means P, P^2, P^3, ... The generated text is meaningless."""
+    """Prompt tokens per prefill pass. Fewer: other requests wait less, less memory. Default: 128, on a GPU 2048."""
+    kv_memory: Annotated[int | None, Flag(ENGINE, "SIZE|auto", read=read_kv_memory)] = None
+    """Memory for keys and values, such as 4GB; requests that need more wait. Default: the context of every slot, at
+    most 8192 positions each."""
+    prefix_cache: Annotated[PrefixCacheSize | None, Flag(ENGINE, "on|off|SIZE", read=read_prefix_cache)] = None
+    """Keep keys and values for prompts with the same beginning, in SIZE of extra memory; on: in a tenth of the free
+    memory, or what requests leave of --kv-memory. Default: on, but off for one request."""
+    synthetic_acceptance: tuple[float, ...] | None = None  # accept draft i in this share of steps: for timing
 
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # a class has a hash

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import queue
+import re
 import socket
 import sys
 import threading
@@ -62,29 +63,21 @@ class Rendezvous:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_rendezvous(coordinator: str | None, process: int | None, count: int | None) -> Rendezvous | None:
-    """Read the three options of a multi-process run; None without any of them.
-
-    A coordinator without a host is on this machine. Raises InputError for one or two of them, or values out of range.
-    """
-    flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
-    missing = [name for name, value in flags.items() if value is None]
-    if len(missing) == 3:
+def parse_rendezvous(typed: str | None) -> Rendezvous | None:
+    """Read process I of N at HOST:PORT, as I/N@HOST:PORT; without a host it is this machine. Raises InputError."""
+    if typed is None:
         return None
-    if missing:
-        raise InputError(f"{missing[0]} is missing; expected {', '.join(flags)} together, or none of them")
-    assert coordinator is not None
-    assert process is not None
-    assert count is not None
-    host, _, port = coordinator.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") or LOOPBACK
-    if not port.isascii() or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
-        raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT of process 0, or PORT on this machine")
+    parts = re.fullmatch(r"(\d{1,5})/(\d{1,5})@(?:(.*):)?(\d{1,5})", typed, re.ASCII)
+    if parts is None:
+        raise InputError(f"--process is {typed!r}; expected I/N@HOST:PORT, as 0/2@127.0.0.1:7000")
+    process, count, port = int(parts[1]), int(parts[2]), int(parts[4])
+    if not 0 < port < 1 << 16:
+        raise InputError(f"--process is {typed!r}; expected a port of 1 to 65535")
     if count < 2:
-        raise InputError(f"--num-processes is {count}; expected 2 or more, or leave out --coordinator")
-    if not 0 <= process < count:
-        raise InputError(f"--process-id is {process}; expected 0..{count - 1}, another one in each process")
-    return Rendezvous(host, int(port), process, count)
+        raise InputError(f"--process is {typed!r}; expected 2 processes or more, or leave it out")
+    if process >= count:
+        raise InputError(f"--process is {typed!r}; expected I from 0 to {count - 1}, another one in each process")
+    return Rendezvous((parts[3] or "").removeprefix("[").removesuffix("]") or LOOPBACK, port, process, count)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

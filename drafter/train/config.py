@@ -32,8 +32,6 @@ class DrafterShape:
     """Start from this drafter: its weights and its shape."""
     kind: Annotated[KindName | None, Flag(DRAFTER, "KIND", ("--drafter",))] = None
     """p-eagle, eagle-3 or dflash. Default: that of --init, else p-eagle."""
-    autoregressive: Annotated[bool, Flag(DRAFTER)] = False
-    """Train an EAGLE-3 drafter, one pass per draft: --drafter eagle-3."""
     layers: Annotated[int | None, Flag(DRAFTER, "N")] = None
     """Decoder layers. Default: 4, 1 for EAGLE-3, 5 for DFlash."""
     hidden_size: Annotated[int | None, Flag(DRAFTER, "N")] = None
@@ -47,29 +45,21 @@ class DrafterShape:
     mlp_width: Annotated[int | None, Flag(DRAFTER, "N")] = None
     """Width of the MLP. Default: twice the hidden size."""
     aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
-    """Target layers (0-based) whose outputs the drafter reads. Default: those of --init; for a new drafter 1, n/2 - 1
-    and n - 4 of n layers; for DFlash as many as it has layers, from 1 to n - 3."""
+    """Target layers (0-based) that the drafter reads. Default: of n 1, n/2 - 1 and n - 4; for DFlash one per layer."""
     drafter_window: Annotated[str, Flag(DRAFTER, "N|auto|off")] = "auto"
-    """Sliding window of the drafter's attention, in positions, in training and after. auto: that of --init, else
-    off."""
+    """Positions that the drafter sees, for long prompts; auto: as --init, else all."""
     mask_token: Annotated[int | None, Flag(DRAFTER, "ID")] = None
-    """Id of the placeholder token that the drafter reads where the token is unknown. Default: the highest id not in the
-    data."""
+    """Placeholder for an unknown token. Default: the highest id not in the data."""
     mask_hiddens: Annotated[int, Flag(DRAFTER, "N")] = 1
-    """Learned mask_hidden vectors, up to --depth - 1; 1: all mask slots share one."""
+    """Learned mask_hidden vectors, up to --depth - 1."""
     draft_vocab: Annotated[str | None, Flag(DRAFTER, "N|FILE")] = None
-    """Draft only the N most frequent tokens of the data, or the ids in a JSON list. Default: all."""
+    """Draft only the data's N most frequent tokens, or a JSON list of ids."""
 
     def __post_init__(self) -> None:
         check_least(self, layers=1, hidden_size=1, heads=1, kv_heads=1, head_dim=2, mlp_width=1, mask_hiddens=1)
         if self.kind not in (None, *get_args(KindName)):
             names = ", ".join(get_args(KindName))
             raise InputError(f"the drafter is {self.kind!r}; expected one of {names}", "kind")
-        if self.autoregressive and self.kind not in (None, "eagle-3"):
-            raise InputError(
-                f"--autoregressive means an EAGLE-3 drafter, and --drafter is {self.kind}; leave one of them out",
-                "autoregressive",
-            )
 
 
 @dataclass(frozen=True)
@@ -77,11 +67,11 @@ class Cod:
     """How chains are sampled (drafter/train/cod.py). depth: rows of a full chain (depths 0..depth-1)."""
 
     depth: Annotated[int, Flag(LEARNING, "N")] = 8
-    """Drafts that are trained per position (K_train). A DFlash drafter's block has one row more."""
+    """Drafts that are trained per position (K_train)."""
     ratio: Annotated[float, Flag(LEARNING, "P")] = 0.8
-    """Each draft is trained at this fraction of the positions of the draft before it (COD, P-EAGLE's paper)."""
+    """Share of a draft's positions at which the next is trained (COD)."""
     min_ratio: Annotated[float, Flag(LEARNING, "P")] = 0.2
-    """Least fraction of chains kept at any depth (COD)."""
+    """Least share of positions at any depth (COD)."""
 
     def __post_init__(self) -> None:
         check_least(self, depth=1)
@@ -108,35 +98,32 @@ class TrainConfig:
     """Tokens per row, 3 or more."""
     cod: Cod = Cod()
     blocks: Annotated[int | None, Flag(LEARNING, "N")] = None
-    """With DFlash: blocks per row, at random tokens that are trained. Default: a sixth of the row's tokens."""
+    """With DFlash: blocks per row. Default: a sixth of its tokens."""
     draft_decay: Annotated[float | None, Flag(LEARNING, "X")] = None
-    """With DFlash: draft i counts exp(-i/X) in the loss, i from 0. Default: 4 up to 7 drafts, 5 up to 9, else 7."""
+    """With DFlash: draft i counts exp(-i/X) in the loss. Default: 4 to 7."""
     parts: Annotated[int | None, Flag(LEARNING, "N")] = None
-    """Split rows into N parts: less memory, the same gradient. Default: 1; with --drafter-window, parts of 512 tokens
-    or more."""
+    """Split rows into N parts: less memory, the same gradient. Default: 1, more with --drafter-window."""
     loss: Annotated[LossName, Flag(LEARNING, "LOSS")] = "half"
-    """cross_entropy: with the token in the data; soft_cross_entropy or kl: with the target's distribution; half: half
-    soft_cross_entropy, half cross-entropy with the target's best token; total_variation: the distance of
-    the two distributions at temperature 1, to be used with --init."""
+    """cross_entropy: with the data's token; soft_cross_entropy, kl: with the target's distribution; half: half of each,
+    with the target's best token; total_variation: for --init."""
     optimizer: Annotated[OptimizerName | None, Flag(LEARNING, "NAME")] = None
-    """adamw; or muon for the layers' matrices, with Adam for the rest. Default: muon below 3,000 steps; adamw from
-    there on and with --init. Rates and schedule follow it."""
+    """adamw or muon. Default: muon below 3,000 steps, else, and with --init, adamw."""
     learning_rate: Annotated[float | None, Flag(LEARNING, "X")] = None
-    """Peak learning rate. Without --optimizer it selects adamw. Default: the optimizer's own."""
+    """Peak learning rate. Default: the optimizer's own."""
     other_rate: Annotated[float | None, Flag(LEARNING, "X")] = None
-    """With muon: peak learning rate of embedding, head, norms and mask_hidden. Default: --learning-rate."""
+    """With muon: peak learning rate of all but the layers' matrices."""
     weight_decay: Annotated[float, Flag(LEARNING, "X")] = 0.0
     """Weight decay."""
     warmup_frac: Annotated[float | None, Flag(LEARNING, "P", ("--warmup",))] = None
-    """Fraction of the steps in which the learning rate rises, at the start. Default: by the optimizer."""
+    """Fraction of the steps, at the start, in which the rate rises."""
     decay_frac: Annotated[float | None, Flag(LEARNING, "P", ("--decay",))] = None
-    """Fraction of the steps in which it falls, at the end. Default: by the optimizer."""
+    """Fraction of the steps, at the end, in which it falls."""
     clip_norm: Annotated[float | None, Flag(LEARNING, "X", ("--clip",))] = None
     """Maximum gradient norm. Default: no clipping."""
     train_embedding: Annotated[bool, Flag(LEARNING, names=("--freeze-embedding",), read=operator.not_)] = True
     """Do not train the embedding."""
     compute_dtype: Annotated[Literal["float32", "bfloat16"], Flag(LEARNING, "DTYPE", ("--dtype",))] = "float32"
-    """Compute in float32 or bfloat16; weights and optimiser stay float32."""
+    """Compute in float32 or bfloat16; weights stay float32."""
     seed: Annotated[int, Flag(LEARNING, "S")] = 0
     """Random seed."""
 

@@ -16,7 +16,6 @@ from cyclopts.exceptions import CycloptsError
 
 from peagle.cli.command import (
     ARGUMENTS,
-    HELP_FLAGS,
     OPTIONS,
     Command,
     build_command,
@@ -41,10 +40,8 @@ Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
 Start with [cyan]peagle speculate[/cyan]. [cyan]peagle COMMAND --help[/cyan] has options and examples.
 For completion in your shell: [cyan]source <(peagle --completion bash)[/cyan], or zsh.
 """
-GENERATE, TRAIN, MEASURE = (
-    Group(name, sort_key=index)
-    for index, name in enumerate(("Generate and serve", "Train drafters", "Measure and inspect"))
-)
+FIRST, MORE = Group("Start here", sort_key=0), Group("More", sort_key=1)
+HELP_FLAGS = ("--help", "-h")
 DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False)
 
 
@@ -67,26 +64,22 @@ class Entry:
 
 
 COMMANDS = {
-    "speculate": Entry(GENERATE, "Generate with speculative decoding and report the speed-up.", "speculate:Speculate"),
-    "generate": Entry(GENERATE, "Generate with plain decoding: the target alone, no drafter.", "speculate:Generate"),
-    "chat": Entry(GENERATE, "Chat in the terminal with speculative decoding.", "chat:Chat"),
-    "serve": Entry(GENERATE, "Serve an OpenAI-compatible HTTP API.", "serve:Serve"),
-    "batch": Entry(GENERATE, "Run a file of OpenAI Batch API requests, without a server.", "batch:BatchCommand"),
-    "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve.", ""),
+    "speculate": Entry(FIRST, "Generate with speculative decoding and report the speed-up.", "speculate:Speculate"),
+    "chat": Entry(FIRST, "Chat in the terminal with speculative decoding.", "chat:Chat"),
+    "serve": Entry(FIRST, "Serve an OpenAI-compatible HTTP API.", "serve:Serve"),
+    "train": Entry(FIRST, "Train a P-EAGLE, EAGLE-3 or DFlash drafter.", "train:Train"),
+    "sweep": Entry(FIRST, "Measure acceptance length and speed over K.", "sweep:Sweep"),
+    "info": Entry(FIRST, "Inspect checkpoints: geometry, memory, whether they fit.", "info:Info"),
+    "batch": Entry(MORE, "Run a file of OpenAI Batch API requests, without a server.", "batch:BatchCommand"),
+    "cluster": Entry(MORE, "Serve from several replicas on Ray Serve.", ""),
     "cluster up": Entry(None, "Serve the API of `peagle serve` from several replicas, on Ray Serve.", "cluster:Up"),
-    "data": Entry(TRAIN, "Generate training data: a target's answers to prompts.", "data:Data"),
-    "train": Entry(TRAIN, "Train a P-EAGLE, EAGLE-3 or DFlash drafter.", "train:Train"),
-    "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators.", "export:Export"),
-    "frequent-tokens": Entry(
-        TRAIN, "Rank the tokens a target generates, for --draft-vocab.", "frequent_tokens:FrequentTokens"
-    ),
-    "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "sweep:Sweep"),
-    "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request.", "report:Report"),
-    "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance.", "parity:Parity"),
-    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes.", "bench:BenchCommand"),
-    "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit.", "info:Info"),
-    "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding.", "check:Check"),
-    "random": Entry(MEASURE, "Write a GPT-OSS checkpoint with random weights.", "random_checkpoint:RandomCheckpoint"),
+    "data": Entry(MORE, "Generate training data: a target's answers to prompts.", "data:Data"),
+    "export": Entry(MORE, "Convert a drafter for vLLM or speculators.", "export:Export"),
+    "report": Entry(MORE, "Render the report of a sweep or a training, or compare sweeps.", "report:Report"),
+    "parity": Entry(MORE, "Check a pair against references; explain low acceptance.", "parity:Parity"),
+    "bench": Entry(MORE, "Time a target's prefill, decoding and verify passes.", "bench:BenchCommand"),
+    "check": Entry(MORE, "Test this machine's kernels and lossless decoding.", "check:Check"),
+    "random": Entry(MORE, "Write a GPT-OSS checkpoint with random weights.", "random_checkpoint:RandomCheckpoint"),
 }
 
 
@@ -170,11 +163,11 @@ def _run(typed: list[str]) -> int:
     name = " ".join(words)
     loaded = [name] if words and COMMANDS[name].where else []
     app, options = application(*loaded), list(options_of(COMMANDS[name].load()) if loaded else ())
+    line = [*words, *normalize(typed, options)]
     try:
-        line = [*words, *normalize(typed, words, options)]
         parsed = app(line, result_action="return_value", print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        return _complain(usage_error(error, words, options))
+        return _complain(usage_error(error, words, options, line))
     return OK if parsed is None else _run_command(app, words, *parsed)  # None: the help is printed
 
 

@@ -1,14 +1,25 @@
-"""Options of `peagle batch`."""
+"""`peagle batch`: answer a file of requests of OpenAI's API."""
 
+import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from peagle.cli.command import require_extra
 from peagle.cli.flags import QUIET
-from peagle.cli.serve import TAKEN, Served
+from peagle.cli.output import say
+from peagle.cli.serve import FAILED, Served, check_models, load_engine
 from peagle.config import EngineConfig
+from peagle.ops import interrupt
 from peagle.ops.flag import Flag
+
+if TYPE_CHECKING:  # it imports JAX
+    from peagle.serve.batch import Counts
+
+ALL_REFUSED = 3  # exit code
+MAX_QUEUE = 1 << 30  # no limit, because a line may ask for many answers, and no client waits
+LINES_PER_SLOT = 2  # in flight, so that no slot waits for the next line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +43,59 @@ class BatchCommand(Served):
     """Requests, one per line."""
     answers: Annotated[Path, Flag(names=("OUT.jsonl",))]
     """Answers, appended in the order they finish."""
-    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=8, prefix_cache="on")
+    engine: EngineConfig = EngineConfig(slots=8, prefix_cache="on")
     quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
         from peagle.cli.processes import run_together
 
-        with require_extra("batches need", "serve"):
-            from peagle.cli.run_serve import answer_file
         return run_together(self, self.load, answer_file)
+
+
+def answer_file(settings: BatchCommand) -> int:
+    """Answer the file and return the exit code, as the command's help says.
+
+    Raises InputError for bad options and files before loading, and KeyboardInterrupt after Ctrl-C.
+    """
+    from peagle.cli.display import Display
+
+    with require_extra("batches need", "serve"):
+        from peagle.serve.batch import BatchFile, check_files
+        from peagle.serve.engine_loop import EngineLoop
+        from peagle.serve.shared_state import SharedState
+    models = check_models(settings)
+    check_files(settings.requests, settings.answers)
+    display = Display(quiet=settings.quiet)
+    engine, builder, name = load_engine(settings, models, display, "answering as")
+    loop = EngineLoop(engine, MAX_QUEUE)
+    batch = BatchFile(
+        SharedState(loop, builder, name), settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots
+    )
+    started = time.perf_counter()
+    try:
+        with display.on_interrupt(lambda: _progress(batch.counts)), display.stage("answering") as advance:
+            asyncio.run(batch.run(interrupt.pressed, lambda counts: advance(counts.done, counts.total)))
+            interrupt.check()
+    finally:
+        loop.close()
+    if loop.failure is not None:
+        say("error", f"{loop.failure}; {_progress(batch.counts)}")
+        return FAILED
+    summary = _summary(batch.counts, time.perf_counter() - started)
+    display.note(summary)
+    if settings.quiet and (batch.counts.refused or batch.counts.failed):
+        display.warn([summary])
+    return FAILED if batch.counts.failed else ALL_REFUSED if batch.counts.all_refused else 0
+
+
+def _progress(counts: "Counts") -> str:
+    return f"{counts.done} of {counts.total} lines are done; the same command resumes"
+
+
+def _summary(counts: "Counts", seconds: float) -> str:
+    known = f", {counts.known} answered before" if counts.known else ""
+    speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} tok/s"
+    failed = f", {counts.failed} failed: run the same command again" if counts.failed else ""
+    why = "; the output has the reason of each refusal" if counts.refused else ""
+    done = f"{counts.answered} line{'s' * (counts.answered != 1)} answered, {counts.refused} refused{failed}{known}"
+    return f"{done}{speed if counts.tokens else ''}{why}"

@@ -1,14 +1,27 @@
-"""Options of `peagle cluster up`."""
+"""`peagle cluster up`: a fleet on Ray Serve, until Ctrl-C, SIGTERM or SIGHUP."""
 
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from peagle.cli.command import require_extra
+from peagle.cli.command import options_of, require_extra
 from peagle.cli.flags import API_KEY_FILE, HOST
+from peagle.cli.output import OutputFile
+from peagle.cli.serve import allowed_hosts, default_name, read_api_keys, warn_if_open
 from peagle.cluster.config import FleetConfig
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.flag import MACHINE, SERVER, Flag
+from peagle.ops.strict_json import dumps
+
+# Ray's switch to listen on loopback only; it must be set before Ray is imported
+LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+REPORTS = "RAY_USAGE_STATS_ENABLED"  # usage reports to Ray's makers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +64,72 @@ class Up:
             raise InputError(f"port is {self.port}; expected a port of 1 to 65535", "port")
 
     def run(self) -> int:
-        with require_extra("a cluster needs", "cluster"):
-            from peagle.cli.run_cluster import start_fleet
         return start_fleet(self)
+
+
+def start_fleet(settings: Up) -> int:
+    """Run a fleet and return the exit code. Raises InputError for bad options, and without Ray, before it starts."""
+    from peagle.cli.display import Display
+    from peagle.parallel import refuse_replicas
+
+    refuse_replicas(settings.fleet.load.mesh, "the replicas of a cluster are --decode N")
+    config = served(settings)
+    if settings.write_config is not None:
+        write_config(OutputFile(settings.write_config, "--write-config"), settings, config)
+        return 0
+    if settings.address is None:  # this process starts Ray
+        for name in (LOOPBACK_ALONE, REPORTS):
+            os.environ.setdefault(name, "0")
+    with require_extra("a cluster needs", "cluster"):
+        from peagle.cluster.start import run
+    warn_if_open(settings.host, settings.api_key_file)
+    stopped, signals = threading.Event(), interrupt.Signals()
+
+    def stop(*_: Any) -> None:
+        if not signals.add():
+            return
+        if stopped.is_set():  # the second signal: do not wait for open answers
+            raise KeyboardInterrupt
+        stopped.set()
+
+    for number in interrupt.heeded():  # with peagle.ops.interrupt's handler a second one would leave Ray's processes
+        signal.signal(number, stop)
+    display, count = Display(), config.prefill + config.decode
+    replicas = "1 replica, which" if count == 1 else f"{count} replicas, each of which"
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(display.stage(f"starting {replicas} loads the pair and compiles"))
+
+        def note(line: str) -> None:
+            starting.close()
+            display.note(line)
+
+        run(config, settings.address, settings.host, settings.port, note, stopped)
+    return 0
+
+
+def served(settings: Up) -> FleetConfig:
+    """Complete a fleet's config: name, keys and hosts. Raises InputError for models that do not fit."""
+    from peagle.checkpoints import or_demo
+
+    keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
+    with require_extra("a cluster needs", "cluster"):
+        from peagle.cluster.complete import completed
+
+        hosts = allowed_hosts(settings.host, keys)
+    fleet = settings.fleet
+    name = fleet.served_model_name or default_name(or_demo(fleet.load.target))
+    return dataclasses.replace(completed(fleet), served_model_name=name, keys=keys, hosts=hosts)
+
+
+def write_config(file: OutputFile, settings: Up, fleet: FleetConfig) -> None:
+    """Write the config of `serve deploy`. JSON is valid YAML. Raises InputError if it would hold API keys."""
+    if settings.api_key_file is not None:
+        raise InputError("--write-config would write the keys of --api-key-file as plain text; give one of the two")
+    arguments: dict[str, Any] = {"load": {}, "engine": {}}
+    for option in options_of(FleetConfig):
+        *section, name = option.path
+        (arguments[section[0]] if section else arguments)[name] = option.of(fleet)
+    arguments["hosts"] = fleet.hosts
+    application = {"name": "peagle", "import_path": "peagle.cluster.deployments:build", "args": arguments}
+    config = {"http_options": {"host": settings.host, "port": settings.port}, "applications": [application]}
+    file.write(dumps(config, indent=1) + "\n")

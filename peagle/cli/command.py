@@ -18,6 +18,7 @@ from cyclopts.exceptions import (
     CoercionError,
     CycloptsError,
     MissingArgumentError,
+    RepeatArgumentError,
     UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
@@ -28,10 +29,7 @@ from peagle.ops.files import reason_of
 from peagle.ops.flag import Flag, Takes, check_type, expected_of
 
 ARGUMENTS, OPTIONS = Group("Arguments", sort_key=-2), Group("Options", sort_key=-1)
-ALL = Takes()
-HELP_FLAGS = ("--help", "-h")
 CONFIG = "config"  # the field that names a file of options
-SYMBOLS = {"num_speculative_tokens": "K"}  # how messages spell these fields
 
 
 @runtime_checkable
@@ -82,9 +80,7 @@ class Option:
 
     @property
     def shown_default(self) -> str | None:
-        if self.flag.default is not None and self.default is None:
-            return self.flag.default
-        hidden = self.required or self.default is None or self.kind is bool or self.default in ("", ())
+        hidden = self.required or self.kind is bool or self.default in (None, "", ())
         return None if hidden else str(self.default)
 
     def of(self, config: Any) -> Any:
@@ -101,22 +97,23 @@ Kind = TypeVar("Kind")
 
 
 def options_of(
-    kind: type[Any], default: Any = None, takes: Takes = ALL, path: tuple[str, ...] = ()
+    kind: type[Any], default: Any = None, names: Sequence[str] | None = None, path: tuple[str, ...] = ()
 ) -> Iterator[Option]:
-    """Yield the options of a command and of its groups. default: an instance of `kind` that holds the defaults."""
-    hints = get_type_hints(kind, include_extras=True)
-    helps = {**field_helps(kind), **takes.helps}  # type: ignore[arg-type]  # a class has a hash
-    for field in sorted(dataclasses.fields(kind), key=lambda field: takes.place(field.name)):
+    """Yield the options of a command and of its groups.
+
+    default: an instance of `kind` that holds the defaults. names: of the fields that the command takes; None: all.
+    """
+    hints, helps = get_type_hints(kind, include_extras=True), field_helps(kind)  # type: ignore[arg-type]  # hashable
+    for field in dataclasses.fields(kind):
         annotation = hints[field.name]
         hint, *marks = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
         value = field.default if default is None else getattr(default, field.name)
         if dataclasses.is_dataclass(hint):
-            group = next((mark for mark in marks if isinstance(mark, Takes)), ALL)
-            yield from options_of(hint, value, group, (*path, field.name))  # type: ignore[arg-type]
-        elif takes.has(field.name):
+            taken = next((mark.names for mark in marks if isinstance(mark, Takes)), None)
+            yield from options_of(hint, value, taken, (*path, field.name))  # type: ignore[arg-type]
+        elif names is None or field.name in names:
             for flag in (mark for mark in marks if isinstance(mark, Flag)):
-                flag = dataclasses.replace(flag, read=takes.reads.get(field.name, flag.read))
-                help = " ".join(helps.get(field.name, flag.help).split())
+                help = " ".join((flag.help or helps[field.name]).split())
                 yield Option((*path, field.name), hint, flag, help, value)
 
 
@@ -180,66 +177,29 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
     )
     parse.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     extra: dict[str, Any] = {} if group is None else {"group": group}
-    app.command(parse, name=name, help=inspect.cleandoc(kind.__doc__ or ""), usage=_usage(name, options), **extra)
+    app.command(parse, name=name, help=inspect.cleandoc(kind.__doc__ or ""), **extra)
 
 
-def _usage(name: str, options: Sequence[Option]) -> str | None:
-    """Return the usage of a command with an argument NAME..., because cyclopts would add a second "..."; else None."""
-    arguments = [option.names[0] for option in options if option.is_argument]
-    if not any(argument.endswith("...") for argument in arguments):
-        return None
-    typed = [option for option in options if not option.is_argument]
-    needed = [f"{option.names[0]} {option.flag.metavar}" for option in typed if option.required]
-    others = ["[OPTIONS]"] if len(needed) < len(typed) else []
-    return " ".join(["Usage: peagle", name, *needed, *others, *arguments])
-
-
-def normalize(typed: Sequence[str], words: Sequence[str], options: Sequence[Option]) -> list[str]:
+def normalize(typed: Sequence[str], options: Sequence[Option]) -> list[str]:
     """Rewrite a command line as cyclopts expects it: --option=VALUE first, then the arguments in their order.
 
-    Otherwise cyclopts takes the argument - for an option, and the value -- for the end of the options. words: the
-    command. Raises InputError for a value of an option that takes none, and for two of an option that takes one.
+    Otherwise cyclopts takes the argument - for an option, and the value -- for the end of the options.
     """
-    flags = {name for option in options if option.kind is bool for name in option.names} | set(HELP_FLAGS)
-    taking = {name: option for option in options if option.kind is not bool for name in option.names}
+    taking = {name for option in options if option.kind is not bool for name in option.names}
     normalized: list[str] = []
     arguments: list[str] = []
-    values: dict[str, str] = {}  # of the options that take one
     rest = iter(typed)
     for word in rest:
-        name = word.partition("=")[0]
-        if word.startswith("--"):  # --max_new_tokens, as cyclopts reads it
-            name, word = name.replace("_", "-"), name.replace("_", "-") + word[len(name) :]
         if word == "--":
             arguments += rest
         elif not word.startswith("-") or word[1:2] in "0123456789":  # "" is in it, so a lone dash is an argument
             arguments.append(word)
-        elif word != name and name in flags:
-            raise InputError(f"Option '{name}' does not take a value. {_help_hint(words)}")
+        elif word in taking and (value := next(rest, None)) is not None:
+            normalized.append(f"{word}={value}")
         else:
-            while not word.startswith("--") and word[:2] in flags and len(word) > 2:  # -qn 3, -qk3
-                normalized.append(word[:2])
-                word = f"-{word[2:]}"
-            if word[:2] in taking and word[2:3] not in ("", "="):  # -k3
-                word = f"{word[:2]}={word[2:]}"
-            if word in taking and (value := next(rest, None)) is not None:
-                word = f"{word}={value}"
             normalized.append(word)
-            _refuse_second(word, taking, values, words)
     separator = ["--"] if options and any(argument.startswith("-") for argument in arguments) else []
     return [*normalized, *separator, *arguments]
-
-
-def _refuse_second(word: str, taking: Mapping[str, Option], values: dict[str, str], words: Sequence[str]) -> None:
-    """Raise InputError if --option=VALUE is the second value of an option that takes one. values: those so far."""
-    name, equals, value = word.partition("=")
-    option = taking.get(name)
-    if option is None or option.repeats or not equals:
-        return
-    key = option.names[0]
-    if key in values:
-        raise InputError(f"{key} is given twice, {values[key]} and {value}; leave one out {_help_hint(words)}")
-    values[key] = value
 
 
 def build_command(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:
@@ -296,7 +256,8 @@ def with_flag(error: InputError, kind: type[Any]) -> str:
     flag = next((option.names[0] for option in options_of(kind) if option.name == field), None)
     if field is None or flag is None:
         return message
-    for name in (field, field.replace("_", " "), field.replace("_", "-"), SYMBOLS.get(field, field)):
+    symbols = ("K",) if field == "num_speculative_tokens" else ()
+    for name in (field, field.replace("_", " "), field.replace("_", "-"), *symbols):
         for verb in (" is ", " are "):
             before, match, rest = message.partition(name + verb)
             if match and before in ("", "the "):
@@ -315,93 +276,60 @@ def read_config_file(app: App, words: Sequence[str], kind: type[Command], file: 
         raise InputError(
             f"--config {file} cannot be read: {reason_of(error)}; expected TOML, such as slots = 8"
         ) from None
-    options = {name.lstrip("-"): option for option in options_of(kind) for name in option.names}
-    options.pop(CONFIG)
-    typed: dict[str, Any] = {}
+    tokens = []
     for key, value in values.items():
-        option = options.get(key.replace("_", "-"))
-        if option is None:
-            close = difflib.get_close_matches(key, options, 1)
-            raise InputError(
-                f"--config {file} names {key}, which is not an option of this command; expected an option of --help, "
-                f"such as {close[0] if close else 'slots'}"
-            )
-        if option.name in typed:
-            raise InputError(f"--config {file} names the option of {key} twice; leave one out")
-        is_flag = option.kind is bool
-        expected = "true or false" if is_flag else "a list of texts" if option.repeats else "a text or a number"
-        items = value if option.repeats and isinstance(value, list) else [value]
-        types = (bool,) if is_flag else (str, int, float)
-        if any(not isinstance(item, types) or isinstance(item, bool) != is_flag for item in items):
-            raise InputError(f"--config {file} sets {key} to {value!r}; expected {expected}")
-        tokens = [f"{option.names[-1]}={str(item).lower() if is_flag else item}" for item in items]
-        try:
-            _, parsed = app([*words, *tokens], result_action="return_value", print_error=False, exit_on_error=False)
-        except CycloptsError as error:
-            reason = usage_error(error, [], list(options_of(kind))).partition("; ")[2].partition(" (peagle")[0]
-            raise InputError(f"--config {file} sets {key} to {value!r}: {reason}") from None
-        typed |= parsed
-    return typed
+        flag = f"-{key}" if len(key) == 1 else f"--{key.replace('_', '-')}"
+        for item in value if isinstance(value, list) else [value]:
+            tokens.append(f"{flag}={str(item).lower() if isinstance(item, bool) else item}")
+    try:
+        _, typed = app([*words, *tokens], result_action="return_value", print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        raise InputError(f"--config {file}: {usage_error(error, words, list(options_of(kind)), tokens)}") from None
+    if CONFIG in typed:
+        raise InputError(f"--config {file} names another file of options; leave that out")
+    parsed: dict[str, Any] = typed
+    return parsed
 
 
-def usage_error(error: CycloptsError, words: Sequence[str], options: Sequence[Option]) -> str:
-    """Describe a parser's error in one line, which ends with how to show the help."""
-    hint = _help_hint(words)
-    by_flag = {name: option for option in options for name in option.names}
-    argument = None if error.argument is None else error.argument.name
-    option = None if argument is None else by_flag.get(argument)
-    unknown: list[str] = []
-    if isinstance(error, UnknownOptionError):
-        unknown = [error.token.keyword or error.token.value or ""]
-    elif isinstance(error, UnknownCommandError):
-        unknown = (error.unused_tokens or [""])[:1]
-    elif isinstance(error, UnusedCliTokensError):
-        unknown = list(error.unused_tokens or ())
-    if flags := [word for word in unknown if word.startswith("-") and word != "-"]:
-        return f"{_no_such_option(flags[0], options)} {hint}"
+def usage_error(error: CycloptsError, words: Sequence[str], options: Sequence[Option], line: Sequence[str]) -> str:
+    """Describe a parser's error about a normalized line in one line, which ends with how to show the help."""
+    return f"{_reason(error, options, line)} ({' '.join(['peagle', *words])} --help shows the usage)"
+
+
+def _reason(error: CycloptsError, options: Sequence[Option], line: Sequence[str]) -> str:
+    flags = [name for option in options if not option.is_argument for name in option.names]
+    token: Any = getattr(error, "token", None)
+    typed = "" if token is None else token.value
     if isinstance(error, UnknownCommandError):
-        return f"No such command '{unknown[0]}'.{_did_you_mean(unknown[0], list(error.app or ()))} {hint}"
-    if unknown:
-        return f"Got unexpected extra argument(s) ({' '.join(unknown)}) {hint}"
-    if isinstance(error, MissingArgumentError) and error.argument is not None:
-        if error.keyword is not None or error.argument.tokens:
-            return f"Option '{error.keyword or argument}' requires an argument. {hint}"
-        kind = "argument" if option is not None and option.is_argument else "option"
-        names = "' / '".join([str(argument)] if option is None else option.names)
-        return f"Missing {kind} '{names}'. {hint}"
-    if isinstance(error, CoercionError) and option is not None and error.token is not None:
-        value = error.token.value
-        shown = value if value.replace(".", "", 1).removeprefix("-").isdecimal() else repr(value)
-        return f"{option.names[0]} is {shown}; expected {expected_of(option.kind)} {hint}"
-    return f"{' '.join(str(error).split())} {hint}"
+        return _unknown("command", (error.unused_tokens or [""])[0], list(error.app or ()))
+    if isinstance(error, UnknownOptionError) and (flag := token.keyword or typed) != "-":
+        return _unknown("option", flag.partition("=")[0], flags)
+    if isinstance(error, UnknownOptionError | UnusedCliTokensError):
+        return f"unexpected argument {' '.join(getattr(error, 'unused_tokens', None) or '-')}; leave it out"
+    name = token.keyword if isinstance(error, RepeatArgumentError) else getattr(error.argument, "name", "")
+    option = next((option for option in options if name in option.names), None)
+    if option is None:
+        return " ".join(str(error).split())
+    name = option.names[0]
+    if isinstance(error, RepeatArgumentError):
+        values = [value for flag, _, value in (word.partition("=") for word in line) if flag in option.names]
+        return f"{name} is given twice{', ' * bool(values)}{' and '.join(values)}; leave one out"
+    if isinstance(error, MissingArgumentError):
+        return f"expected {name} {option.flag.metavar or ''}".rstrip()
+    if isinstance(error, CoercionError):
+        shown = typed if typed.replace(".", "", 1).removeprefix("-").isdecimal() else repr(typed)
+        return f"{name} is {shown}; expected {expected_of(option.kind)}"
+    return " ".join(str(error).split())
 
 
-def _help_hint(words: Sequence[str]) -> str:
-    return f"({' '.join(['peagle', *words])} --help shows the usage)"
-
-
-def _no_such_option(typed: str, options: Sequence[Option]) -> str:
-    names = [name for option in options if not option.is_argument for name in option.names]
-    flag = typed.partition("=")[0]
-    suggestion = _did_you_mean(flag, names)
-    return f"No such option: {flag}{'.' if suggestion else ''}{suggestion}"
-
-
-def _did_you_mean(typed: str, names: Sequence[str]) -> str:
+def _unknown(what: str, typed: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(typed, [name for name in names if name], 1)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    return f"no such {what}: {typed}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _read_int(_: Any, tokens: Sequence[Any]) -> int:
-    """Read an integer, such as 8 or 8.0. Raises ValueError for other numbers, which cyclopts would round."""
-    value = tokens[-1].value
-    try:
-        return int(value)
-    except ValueError:
-        number = float(value)
-        if not number.is_integer():
-            raise
-        return int(number)
+    """Read an integer. Raises ValueError for other numbers, which cyclopts would round."""
+    return int(tokens[-1].value)
 
 
 def changed_options(command: Any) -> list[Option]:

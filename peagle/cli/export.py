@@ -34,7 +34,7 @@ class Export:
     verifier: Annotated[str | None, Flag(OUTPUT, "NAME|DIR")] = None
     """Target, as named in the exported config; required for speculators. A directory also supplies what the drafter
     lacks: positions, embedding, head."""
-    load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()
+    load: Annotated[LoadConfig, Takes("aux_layer_ids", "download")] = LoadConfig()
     quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:

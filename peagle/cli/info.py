@@ -1,10 +1,14 @@
-"""Options of `peagle info`."""
+"""`peagle info`: geometry, memory and fit of checkpoints."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from peagle.cli.command import Takes
+from peagle.cli.output import show_lines
 from peagle.config import LoadConfig
+from peagle.ops.errors import InputError
 from peagle.ops.flag import PLAN, Flag, check_least
 
 
@@ -28,7 +32,7 @@ class Info:
 
     directories: Annotated[tuple[str, ...], Flag(names=("DIR",))] = ()
     """Target, drafter, or both; demo, demo-eagle3, demo-dflash: the package's own. Default: demo demo."""
-    load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()
+    load: Annotated[LoadConfig, Takes("aux_layer_ids", "download")] = LoadConfig()
     role: Annotated[Literal["both", "prefill", "decode"] | None, Flag(PLAN, "ROLE")] = None
     """Also print the cache memory of an engine, and how many tokens fit. prefill: it only prefills prompts; decode: it
     only decodes; both: it does both."""
@@ -45,6 +49,101 @@ class Info:
         check_least(self, slots=1, context=2)
 
     def run(self) -> int:
-        from peagle.cli.run_info import inspect
-
         return inspect(self)
+
+
+def inspect(settings: Info) -> int:
+    """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code."""
+    from drafter.dialects import is_drafter_config, named_aux_layers
+    from drafter.load import inspect_drafter, map_warning
+    from peagle.checkpoints import another_target
+    from peagle.fit import aux_layers_warning, fitting_aux_layers
+    from peagle.ops.checkpoint import CONFIG, read_json
+    from peagle.parallel import parse_mesh
+    from peagle.workflows.inspection import drafter_rows, engine_rows, mesh_rows, target_rows
+    from peagle.workflows.mesh_plan import device_named
+    from target.load import inspect_target
+
+    aux_layer_ids = settings.load.aux_layer_ids
+    shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
+    slots = settings.slots or (1 if shape is None else shape.dp)
+    paths = _paths(settings.directories)
+    targets, drafters = [], []
+    for name, path in paths:
+        if is_drafter_config(read_json(path, CONFIG)):
+            drafters.append((name, path, *inspect_drafter(path, aux_layer_ids)))
+        else:
+            targets.append((name, path, inspect_target(path)))
+    _check_kinds(settings, len(targets), len(drafters), [name for name, _ in paths])
+    tables = {}
+    for _, path, files in targets:
+        rows = target_rows(files, path)
+        if shape is not None:
+            rows += mesh_rows(files, shape, device, slots, settings.context)
+        tables[path] = "GPT-OSS target", rows
+    warnings = []
+    for name, path, checkpoint, config in drafters:
+        tables[path] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
+        warnings.append(map_warning(checkpoint, config))
+        if not targets and aux_layer_ids is None:
+            warnings.append(aux_layers_warning(named_aux_layers(checkpoint.config), name))
+    for name, path in paths:
+        _print_table(name, *tables[path])
+    if targets and drafters:
+        (target_name, target_path, target), (drafter_name, drafter_path, drafter, _) = targets[0], drafters[0]
+        layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
+        outputs = ", ".join(map(str, layers.outputs))
+        show_lines([f"They fit: the drafter reads the outputs of the target's layers {outputs}."])
+        warnings += [layers.warning, another_target(drafter_path, target_path)]
+    if settings.role is not None:
+        drafting = (drafters[0][1], drafters[0][3]) if drafters else None
+        rows = engine_rows(settings.role, slots, settings.context, targets[0][1:], drafting)
+        _print_table(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
+    show_lines([f"WARNING: {warning}" for warning in warnings if warning is not None])
+    return 0
+
+
+def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
+    """Return (name, directory) of the typed checkpoints, or of the demo's."""
+    from drafter.dialects import is_drafter_config
+    from peagle.checkpoints import DEMO, or_demo, resolve
+    from peagle.ops.checkpoint import CONFIG, read_json
+
+    if not names:
+        return [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
+    if len(names) > 2:
+        raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
+    paths = [(name, _directory(or_demo(name))) for name in names]
+    if list(names[1:]) == [DEMO] and not is_drafter_config(read_json(paths[0][1], CONFIG)):
+        paths[1] = DEMO, resolve(DEMO, "drafter")
+    return paths
+
+
+def _directory(name: str) -> Path:
+    """Return a checkpoint's directory; demo is the demo's target."""
+    from peagle.checkpoints import DEMO, DEMO_DRAFTERS, WEIGHTLESS, drafter_folder, resolve
+
+    if name in WEIGHTLESS:
+        raise InputError(f"{name} has no checkpoint to inspect; expected a directory or {', '.join(DEMO_DRAFTERS)}")
+    if name in DEMO_DRAFTERS and name != DEMO:
+        return resolve(name, "drafter")
+    return drafter_folder(resolve(name, "target"))
+
+
+def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Sequence[str]) -> None:
+    """Raise InputError for two checkpoints of a kind, and for options about a checkpoint that is not typed."""
+    if 2 in (num_targets, num_drafters):
+        kind = "targets" if num_targets else "drafters"
+        raise InputError(f"{names[0]} and {names[1]} are both {kind}; expected a target and a drafter")
+    if settings.load.aux_layer_ids is not None and not num_drafters:
+        raise InputError("--aux-layer-ids is given, but no drafter to read them; leave it out")
+    if settings.mesh is not None and not num_targets:
+        raise InputError("--mesh is given, but no target to shard; name one, or leave --mesh out")
+    if settings.role is not None and not num_targets:
+        raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
+
+
+def _print_table(name: str, kind: str, rows: Sequence[tuple[str, str]]) -> None:
+    show_lines([f"{name}: {kind}"], style="bold")
+    show_lines([f"  {label:<29} {value}" for label, value in rows], indent=32)
+    show_lines([""])

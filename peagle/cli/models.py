@@ -10,7 +10,6 @@ from peagle.cli.processes import load_in_all
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
 from peagle.engine.resolved import shared_slots
 from peagle.hub import cache, fetch, is_name, remaining
-from peagle.ops.errors import InputError
 from peagle.ops.memory import format_size
 from peagle.pair import Pair
 from peagle.parallel import parse_mesh
@@ -52,12 +51,12 @@ def chosen_models(load: LoadConfig, k: NumDrafts) -> tuple[str, str | None]:
     return target, drafter
 
 
-def chosen_context(pair: Pair, engine: EngineConfig, num_engines: int = 1) -> int:
+def chosen_context(pair: Pair, engine: EngineConfig) -> int:
     """Return the context of a request: as typed, or the model's limit, or less if the memory holds less."""
     if engine.context is not None:
         return pair.room(engine.context)
     k = pair.drafts(engine.num_speculative_tokens).most
-    return pair.default_context(k, engine.slots, engine.kv_memory, num_engines)
+    return pair.default_context(k, engine.slots, engine.kv_memory)
 
 
 def check_slots(slots: int, mesh: str | None) -> None:
@@ -67,8 +66,6 @@ def check_slots(slots: int, mesh: str | None) -> None:
 
 def load_pair(target: str, drafter: str | None, load: LoadConfig, display: Display) -> Pair:
     """Load the target and the drafter, with progress; note which of the target's layers the drafter reads."""
-    if load.mesh is None and load.reduce != "ordered":
-        raise InputError(f"--reduce {load.reduce} is given without --mesh, over whose devices it sums; give both")
     options = {"target": target, "drafter": drafter, **load.arguments}
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
         pair = load_in_all(options, progress)
@@ -79,14 +76,11 @@ def load_pair(target: str, drafter: str | None, load: LoadConfig, display: Displ
     return pair
 
 
-def unused_sampling(sampling: SamplingParams, draws_acceptance: bool = False) -> list[str]:
-    """Return a warning about sampling options without effect at temperature 0, if any.
-
-    draws_acceptance: the seed has an effect, because it draws the synthetic acceptance.
-    """
+def unused_sampling(sampling: SamplingParams) -> list[str]:
+    """Return a warning about sampling options without effect at temperature 0, if any."""
     if not sampling.greedy:
         return []
-    unused = {"top_k", "top_p", "min_p", *([] if draws_acceptance else ["seed"])}
+    unused = {"top_k", "top_p", "min_p", "seed"}
     options = ", ".join(option.names[0] for option in changed_options(sampling) if option.name in unused)
     return [f"{options}: no effect at temperature 0, where the likeliest token is taken"] if options else []
 

@@ -1,15 +1,29 @@
-"""Options of `peagle parity`."""
+"""`peagle parity`: check a pair against references, and explain low acceptance."""
 
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from peagle.cli.command import Takes
-from peagle.cli.flags import JSON, PROMPT_FILE, QUIET, SPECIAL_TOKENS, STRICT
+from peagle.cli.command import Takes, record
+from peagle.cli.flags import JSON, PROMPT_FILE, QUIET
+from peagle.cli.output import STANDARD_OUTPUT, output_file, show_lines
 from peagle.config import LoadConfig, check_num_drafts
-from peagle.ops.flag import MODEL, PROMPT, RUNNING, SPECULATION, Flag, check_least
+from peagle.measure.provenance import provenance
+from peagle.ops.errors import InputError
+from peagle.ops.flag import PROMPT, RUNNING, SPECULATION, Flag, check_least
+from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
+from peagle.text.prompts import Conversation, Rendering
 
-LOADED = Takes(("aux_layer_ids", "drafter_window", "target", "download", "dtype", "experts", "kernels"))
+if TYPE_CHECKING:  # they import JAX
+    from peagle.cli.display import Display
+    from peagle.pair import Pair
+    from peagle.workflows.hf_reference import TargetParity
+    from peagle.workflows.parity import DraftedTexts, Findings, ParityConfig
+
+LOADED = Takes("target", "drafter", "aux_layer_ids", "download", "drafter_window", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +45,13 @@ class Parity:
         [cyan]peagle parity --target DIR --drafter DIR --prompts IN.jsonl[/cyan]
     """
 
-    drafter: Annotated[str | None, Flag(MODEL, "DIR")] = None
-    """P-EAGLE or EAGLE-3 checkpoint. Default: the demo drafter."""
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
     prompts: Annotated[Path | None, PROMPT_FILE] = None
     """Prompt file, in a format of peagle speculate; required for any other target than the demo's. Default: the demo's
     held-out prompts."""
     num_prompts: Annotated[int, Flag(PROMPT, "N")] = 10
     """Use the first N prompts, 1 or more."""
-    strict: Annotated[bool, STRICT] = False
-    render: Annotated[Literal["chat", "raw"], Flag(PROMPT, "HOW")] = "chat"
-    """How you prompt the model. chat: with its chat template; raw: as plain text."""
-    special_tokens: Annotated[bool, SPECIAL_TOKENS] = False
+    rendering: Annotated[Rendering, Takes("raw")] = Rendering()
     num_speculative_tokens: Annotated[int, Flag(SPECULATION, "K", ("-k", "--num-speculative-tokens"))] = 5
     """Tokens drafted per step (K)."""
     max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 64
@@ -51,13 +60,155 @@ class Parity:
     """Steps, 1 or more, to compare with the float64 reference, which is slow."""
     json: Annotated[str | None, JSON] = None
     quiet: Annotated[bool, QUIET] = False
-    """Hide progress and notes. Warnings and errors are still printed."""
 
     def __post_init__(self) -> None:
         check_num_drafts(self.num_speculative_tokens, plain=False)
         check_least(self, num_prompts=1, max_new_tokens=2, reference_steps=1)
 
     def run(self) -> int:
-        from peagle.cli.run_parity import compare
-
         return compare(self)
+
+
+def compare(settings: Parity) -> int:
+    """Examine a pair, print and write the findings, and return the exit code.
+
+    The code is 1 for a difference and for a likely cause of low acceptance.
+    """
+    from drafter.dialects import open_drafter
+    from peagle.checkpoints import WEIGHTLESS, drafter_path, or_demo, resolve
+    from peagle.cli.display import SUMMARY_INDENT, Display
+    from peagle.cli.models import load_pair
+    from peagle.fit import check_fit
+    from peagle.workflows.hf_reference import DTYPE
+    from peagle.workflows.parity import ParityConfig, draft_texts, examine
+    from peagle.workflows.run_report import dumps
+
+    json_file = output_file(settings.json, "--json")
+    target, drafter = or_demo(settings.load.target), or_demo(settings.load.drafter)
+    if drafter in WEIGHTLESS:
+        raise InputError(f"{drafter} has no weights to compare; give the directory of a drafter")
+    path = drafter_path(target, drafter)
+    assert path is not None
+    check_fit(resolve(target, "target"), path, settings.load.aux_layer_ids)
+    prompts = _prompts(settings, target)
+    conversations = prompts.conversations[: settings.num_prompts]
+    config = ParityConfig(
+        num_speculative_tokens=settings.num_speculative_tokens,
+        max_new_tokens=settings.max_new_tokens,
+        reference_steps=settings.reference_steps,
+        raw=settings.rendering.raw,
+    )
+    display = Display(quiet=settings.quiet)
+    display.warn(prompts.warnings)
+    # bfloat16, the default elsewhere, routes some tokens to other experts
+    pair = load_pair(target, drafter, dataclasses.replace(settings.load, dtype=settings.load.dtype or DTYPE), display)
+    with display.stage("decoding", animated=False):
+        drafted = draft_texts(pair, conversations, config, raw=config.raw)
+    compared = _compare_target(pair, drafted, settings, conversations, config, display)
+    with display.stage("comparing the drafter", animated=False) as progress:
+        findings = examine(pair, cast(Any, pair.drafter), open_drafter(path), drafted, conversations, config, progress)
+    lines = [*compared.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
+    lines += _report_lines(findings, settings)
+    if prompts.skipped:
+        lines.append(f"left out     {skipped_line(prompts.skipped)}")
+    if json_file is not None:
+        json_file.write(dumps(_as_json(settings, prompts, compared, findings)))
+    if settings.json != STANDARD_OUTPUT:
+        show_lines(lines, SUMMARY_INDENT)
+    return 0 if findings.fine and compared.fine else 1
+
+
+def _compare_target(
+    pair: "Pair",
+    drafted: "DraftedTexts",
+    settings: Parity,
+    conversations: Sequence[Conversation],
+    config: "ParityConfig",
+    display: "Display",
+) -> "TargetParity":
+    """Compare the target with transformers' in DTYPE, in which a pair of another dtype answers once more."""
+    from peagle.checkpoints import or_demo, resolve
+    from peagle.cli.models import load_pair
+    from peagle.workflows.hf_reference import DTYPE, compare_target
+    from peagle.workflows.parity import draft_texts, emitted_texts
+
+    target, number = or_demo(settings.load.target), len(drafted.texts)
+    if pair.loaded.dtype != DTYPE:
+        load = dataclasses.replace(settings.load, dtype=DTYPE)
+        pair = load_pair(target, or_demo(settings.load.drafter), load, display)
+        with display.stage(f"decoding in {DTYPE}", animated=False):
+            drafted = draft_texts(pair, conversations, config, raw=config.raw)
+    with display.stage("comparing the target", animated=False) as progress:
+        along = emitted_texts(pair, drafted)
+        return compare_target(resolve(target, "target"), along, lambda done: progress(done, number))
+
+
+def _as_json(settings: Parity, prompts: PromptSet, compared: "TargetParity", findings: "Findings") -> dict[str, Any]:
+    from peagle.workflows.run_report import SCHEMA
+
+    return {
+        "schema": SCHEMA,
+        "provenance": provenance(),
+        "config": {**record(settings), "prompts": settings.prompts and settings.prompts.name},
+        "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
+        "target": dataclasses.asdict(compared),
+        "drafter": dataclasses.asdict(findings),
+    }
+
+
+def _report_lines(findings: "Findings", settings: Parity) -> Iterator[str]:
+    logits, difference = findings.logits, findings.difference
+    if logits is not None:
+        verdict = "the same" if logits.close else "DIFFERENT"
+        yield (
+            f"drafter      {verdict} as the float64 reference in {logits.num_steps} steps: cosine {logits.cosine:.6f}, "
+            f"largest difference {logits.max_difference:.1e} of the logits' spread, "
+            f"{findings.same_drafts_frac:.0%} of the drafts equal"
+        )
+    elif findings.same_drafts_frac is not None:
+        yield f"drafter      {findings.same_drafts_frac:.0%} of the drafts are the float64 reference's"
+    else:
+        yield "drafter      not compared with the float64 reference, since it shares the target's head"
+    if difference is None:
+        yield "engine       drafts the same as the drafter run along the text by itself, in every step"
+    elif findings.drafts_fine:
+        yield f"engine       drafts the same except in {difference.frac:.1%} of the steps, explained by rounding"
+    else:
+        yield (
+            f"engine       DIFFERENT in {difference.frac:.0%} of the steps, first in text {difference.text}, step "
+            f"{difference.step}, draft {difference.draft}: token {difference.engine}, the drafter by itself "
+            f"{difference.reference}"
+        )
+        yield f"             {difference.explanation or 'no known fault explains it'}"
+    yield (
+        f"acceptance   {findings.acceptance_length:.2f} tokens a step at K = {settings.num_speculative_tokens}, "
+        f"{'raw' if settings.rendering.raw else 'chat'}; "
+        f"expected of this checkpoint {findings.expected:.2f}"
+    )
+    if findings.vocabulary is not None:
+        yield f"vocabulary   of the answers {findings.vocabulary.describe()}"
+    if findings.other_rendering is not None:
+        other = "chat" if settings.rendering.raw else "raw"
+        yield f"             the same prompts {other}: {findings.other_rendering:.2f}"
+    for cause in findings.causes:
+        yield (
+            f"LIKELY CAUSE {cause.name}: {cause.acceptance_length:.2f} tokens a step, {cause.gain.value:+.2f} "
+            f"({cause.gain.low or 0:+.2f}..{cause.gain.high or 0:+.2f})"
+        )
+        yield f"             to fix it, {cause.cure}"
+    if not findings.causes:
+        kinds = collections.Counter(name.partition(":")[0] for name in findings.readings)
+        tried = ", ".join(f"{name} ({count})" for name, count in kinds.items())
+        yield f"             no other reading of the checkpoint is accepted more often; tried: {tried}"
+
+
+def _prompts(settings: Parity, target: str) -> PromptSet:
+    from peagle.checkpoints import DEMO, HELD_OUT, resolve
+
+    if settings.prompts is None and target != DEMO:
+        raise InputError(
+            f"the demo's prompts are for the demo target only; give prompts for {target} with --prompt-file FILE"
+        )
+    if settings.prompts is None:
+        return read_prompt_file(HELD_OUT)
+    return read_prompts(settings.prompts, resolve(target, "target"), settings.rendering)

@@ -33,16 +33,16 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
 
     Raises InputError for options that contradict one another, or that differ from those of the other processes.
     """
-    rendezvous = parse_rendezvous(load.coordinator, load.process_id, load.num_processes)
+    rendezvous = parse_rendezvous(load.process)
     if rendezvous is None:
         return run(settings)
     if load.mesh is None:
-        raise InputError("--coordinator is given without --mesh, which shards the target over the processes; give both")
+        raise InputError("--process is given without --mesh, which shards the target over the processes; give both")
     why = "several processes run one replica of the target; peagle cluster up --decode N runs several"
     refuse_replicas(load.mesh, why)
     versions = {name: importlib.metadata.version(name) for name in ("peagle", "jax", "jaxlib")}
     options = {name: str(value) if isinstance(value, Path) else value for name, value in record(settings).items()}
-    del options["process_id"]
+    del options["process"]  # which differs
     hello = {"versions": versions, "options": options}
     if rendezvous.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 prints them

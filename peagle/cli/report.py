@@ -1,4 +1,4 @@
-"""`peagle report`: render runs of peagle sweep again, or compare several."""
+"""`peagle report`: render a sweep or the curve of a training again, or compare sweeps."""
 
 import functools
 import textwrap
@@ -12,6 +12,7 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
+from drafter.train.folder import LOG, read_log
 from peagle.cli.flags import QUIET
 from peagle.cli.output import show_lines
 from peagle.measure import reports
@@ -28,11 +29,11 @@ EDGES = 2  # characters outside the outer columns
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Render a sweep's report, or compare sweeps by request.
+    """Render the report of a sweep or a training, or compare sweeps.
 
-    Writes one self-contained HTML file, and Markdown with plots. Compares each of
-    several runs with the first, request by request, to tell a difference from
-    noise.
+    Of a sweep: one self-contained HTML file, and Markdown with plots. Compares each
+    of several sweeps with the first, request by request, to tell a difference from
+    noise. Of a training: the plot of its log.
 
     [bold]Examples[/bold]
 
@@ -40,12 +41,11 @@ class Report:
       before and after     [cyan]peagle report BEFORE AFTER --out DIFF[/cyan]
     """
 
-    runs: Annotated[tuple[Path, ...], Flag(names=("RUN...",))]
-    """Output directories of peagle sweep."""
+    runs: Annotated[tuple[Path, ...], Flag(names=("RUN",))]
+    """Output directories of peagle sweep, or one of peagle train."""
     out: Annotated[Path | None, Flag(OUTPUT, "DIR")] = None
     """Output directory; it must not exist yet. Default: the run's own. Required for several runs."""
     quiet: Annotated[bool, QUIET] = False
-    """Hide progress and table. Warnings and errors are still printed."""
 
     def run(self) -> int:
         """Write the pages into --out, or of one run into its own directory. Return the exit code."""
@@ -56,6 +56,8 @@ class Report:
         from peagle.measure.sweep.headline import headlines
         from peagle.measure.sweep.store import open_run
 
+        if trainings := [path for path in self.runs if (path / LOG).is_file()]:
+            return self._draw_curve(trainings[0])
         folders = [open_run(path) for path in dict.fromkeys(self.runs)]
         if len(folders) > 1 and self.out is None:
             raise InputError("a comparison of several runs needs its own directory; give --out DIR")
@@ -77,6 +79,19 @@ class Report:
                 tables = list(layout.difference_tables(folders, compared))
                 sentences = layout.comparison_sentences(folders, compared)
         finish(display, tables, sentences, self.out or folders[0].path, blocks)
+        return 0
+
+    def _draw_curve(self, training: Path) -> int:
+        """Plot the log of a training into --out, or into its own directory. Return the exit code."""
+        from peagle.workflows.training_curve import draw
+
+        if len(self.runs) > 1:
+            raise InputError(f"{training} is a training, which is not compared; expected it alone, or sweeps")
+        out = training if self.out is None else self.out
+        if self.out is not None:
+            expect_new(out)
+            out.mkdir(parents=True)
+        show_lines([f"curve: {draw(list(read_log(training / LOG)), out)}"])
         return 0
 
 

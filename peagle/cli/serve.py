@@ -1,37 +1,51 @@
-"""Options of `peagle serve`, and those that `peagle batch` shares."""
+"""`peagle serve`: OpenAI's API over HTTP; and the engine that `peagle batch` and `peagle cluster up` set up like it."""
 
+import logging
+import re
+import sys
+import time
+import urllib.parse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from peagle.cli.command import Takes, require_extra
 from peagle.cli.flags import API_KEY_FILE, HOST, QUIET
-from peagle.config import KEPT_PREFIXES, EngineConfig, LoadConfig, read_kept_prefixes
-from peagle.ops.flag import ENGINE, SERVER, Flag, check_least
+from peagle.cli.output import say
+from peagle.config import EngineConfig, LoadConfig
+from peagle.engine.grammar import Grammar
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
+from peagle.ops.flag import SERVER, Flag, check_least
 from peagle.text.prompts import Rendering
 
-TAKEN = Takes(
-    ("num_speculative_tokens", "slots", "context", "prefill_chunk", "kv_memory", "prefix_cache"),
-    helps={"prefix_cache": KEPT_PREFIXES},
-    reads={"prefix_cache": read_kept_prefixes},
+if TYPE_CHECKING:  # they import JAX
+    from peagle.cli.display import Display
+    from peagle.engine.devices.replicas import AnyEngine
+    from peagle.pair import Pair
+    from peagle.serve.request_builder import RequestBuilder
+
+LOADED = Takes(
+    *("target", "drafter", "aux_layer_ids", "download", "draft_vocab", "drafter_window", "retain_full_kv"),
+    *("dtype", "experts", "mesh", "process"),
 )
+DEMO_NAME = "peagle-demo"
+FAILED = 1  # exit code
+RESPONSE_TTL_S = 86_400  # a stored response is dropped after its last use
+ANY_ORIGIN = "*"  # as in peagle.serve.http, which imports pydantic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """The pair and its engine, for requests of OpenAI's API over HTTP or from a file."""
 
-    load: LoadConfig = LoadConfig()
-    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=4, prefix_cache="on")
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()
+    engine: EngineConfig = EngineConfig(slots=4, prefix_cache="on")
     served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
     """Model name in the API. Default: the name of the target's directory."""
-    rendering: Annotated[Rendering, Takes(("date",))] = Rendering()
-    mask_budget: Annotated[int, Flag(ENGINE, "MS")] = 50
-    """Milliseconds per step for the grammar mask of a request; a request that repeatedly takes longer ends with an
-    error."""
-
-    def __post_init__(self) -> None:
-        check_least(self, mask_budget=1)
+    rendering: Annotated[Rendering, Takes("date")] = Rendering()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +65,6 @@ class Serve(Served):
       options from a file  [cyan]peagle serve --config serve.toml[/cyan]   (max-queue = 8)
       call the server
         [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
-      call a tool (the target's chat template must support tools)
-        [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
-        [cyan]{"role": "user", "content": "What time is it?"}], "tools": [{"type":[/cyan]
-        [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "required"}'[/cyan]
-      then return its result, with the id of the call
-        [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
-        [cyan]{"role": "user", "content": "What time is it?"}, {"role": "assistant",[/cyan]
-        [cyan]"tool_calls": [{"id": "call_1", "type": "function", "function":[/cyan]
-        [cyan]{"name": "clock", "arguments": "{}"}}]}, {"role": "tool",[/cyan]
-        [cyan]"tool_call_id": "call_1", "content": "12:00"}], "tools": [{"type":[/cyan]
-        [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "auto"}'[/cyan]
     """
 
     host: Annotated[str, HOST] = "127.0.0.1"
@@ -69,35 +72,204 @@ class Serve(Served):
     """Port to listen on; 0: any free port."""
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64
     """Requests that may wait for a slot; further ones get status 429."""
-    max_body: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
-    """Largest request, in bytes. The stored items that it names may have as many."""
     max_unsent: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
     """Bytes of a stream that may wait for a slow client; a stream with more ends with an error."""
     response_store: Annotated[int, Flag(SERVER, "BYTES")] = 256_000_000
-    """Memory for responses that /v1/responses keeps, for previous_response_id and item references; 0: none is kept."""
-    response_ttl: Annotated[int, Flag(SERVER, "SECONDS")] = 86_400
-    """Time that a response is kept after its last use, if there is room; 0: none is kept."""
+    """Memory for responses that /v1/responses keeps for a day, for previous_response_id and item references; 0: none is
+    kept."""
     api_key_file: Annotated[Path | None, API_KEY_FILE] = None
     allow_origin: Annotated[tuple[str, ...], Flag(SERVER, "ORIGIN")] = ()
     """Site whose pages may call this server from a browser (CORS), such as https://example.org; *: any. Repeatable."""
     drain: Annotated[int, Flag(SERVER, "SECONDS")] = 30
     """Time for open answers to finish after SIGTERM or Ctrl-C."""
-    keep_alive: Annotated[int, Flag(SERVER, "SECONDS")] = 75
-    """Time that a connection stays open between two requests."""
     quiet: Annotated[bool, QUIET] = False
-    """Hide notes and the log of requests. Warnings and errors are still printed."""
     config: Annotated[Path | None, Flag(SERVER, "FILE.toml")] = None
     """TOML file with options by name; options on the command line take precedence."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(
-            self, max_queue=0, max_body=1, max_unsent=1, response_store=0, response_ttl=0, drain=0, keep_alive=1
-        )
+        check_least(self, max_queue=0, max_unsent=1, response_store=0, drain=0)
 
     def run(self) -> int:
         from peagle.cli.processes import run_together
 
-        with require_extra("serving needs", "serve"):
-            from peagle.cli.run_serve import serve
         return run_together(self, self.load, serve)
+
+
+def serve(settings: Serve) -> int:
+    """Serve and return the exit code: 0 after a drain, 1 if the engine failed.
+
+    Raises InputError for bad options before loading.
+    """
+    from peagle.cli.display import Display
+
+    with require_extra("serving needs", "serve"):
+        from peagle.serve.app import create_app
+        from peagle.serve.engine_loop import EngineLoop
+        from peagle.serve.server import Server, ServerOptions, listen
+        from peagle.serve.shared_state import SharedState
+        from peagle.serve.stored import RESPONSE_OPTIONS, ResponseStore
+    models = check_models(settings)
+    keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
+    for origin in settings.allow_origin:
+        check_allowed_origin(origin)
+    display = Display(quiet=settings.quiet)
+    with listen(settings.host, settings.port) as address:
+        warn_if_open(settings.host, keys)
+        if ANY_ORIGIN in settings.allow_origin and not keys:
+            say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
+        if not display.live:
+            display.note("loading and compiling; connections wait until the server is ready")
+        engine, builder, name = load_engine(settings, models, display)
+        loop = EngineLoop(engine, settings.max_queue)
+        shared = SharedState(
+            loop,
+            builder,
+            name,
+            keys,
+            origins=settings.allow_origin,
+            hosts=allowed_hosts(settings.host, keys, settings.allow_origin),
+            log=None if settings.quiet else _request_log(),
+            responses=ResponseStore(settings.response_store, RESPONSE_TTL_S, RESPONSE_OPTIONS),
+            max_unsent=settings.max_unsent,
+        )
+        options = ServerOptions(
+            drain_s=settings.drain,
+            ready=lambda url: display.note(f"ready: {url}/v1"),
+            note=display.note,
+            unread=shared.metrics.unread.inc,
+        )
+        try:
+            Server(create_app(shared), loop, options).run([address])
+        finally:
+            loop.close()
+    if loop.failure is not None:
+        say("error", loop.failure)
+    return 0 if loop.failure is None else FAILED
+
+
+def check_models(settings: Served) -> tuple[str, str | None]:
+    """Return (target, drafter). Raises InputError for missing models, and for slots that replicas cannot share."""
+    from peagle.cli.models import check_slots, chosen_models
+
+    models = chosen_models(settings.load, settings.engine.num_speculative_tokens)
+    check_slots(settings.engine.slots, settings.load.mesh)
+    return models
+
+
+def load_engine(
+    settings: Served, models: tuple[str, str | None], display: "Display", doing: str = "serving"
+) -> "tuple[AnyEngine, RequestBuilder, str]":
+    """Load the pair and warm up its engine; return (engine, builder, model name). doing: begins the note about it."""
+    from peagle.cli.models import chosen_context, load_pair
+    from peagle.serve.request_builder import RequestBuilder
+
+    pair = load_pair(*models, settings.load, display)
+    config = pair.resolve(
+        settings.engine,
+        context=chosen_context(pair, settings.engine),
+        k_per_request=True,
+    )
+    engine = pair.engine(config)
+    _warm_up(pair, engine, display)
+    name = settings.served_model_name or default_name(models[0])
+    for line in _describe(pair, engine, f"{doing} {name}"):
+        display.note(line)
+    builder = RequestBuilder(pair, config.context, settings.rendering.date, config.num_drafts)
+    return engine, builder, name
+
+
+def default_name(target: str) -> str:
+    """Return a target's model name in the API: that of its directory or repository."""
+    from peagle.checkpoints import DEMO
+
+    return DEMO_NAME if target == DEMO else Path(target).resolve().name
+
+
+def warn_if_open(host: str, keys: Sequence[str] | Path | None) -> None:
+    """Warn if other machines can reach a server without API keys."""
+    from peagle.serve.server import on_loopback
+
+    if not keys and not on_loopback(host):
+        say("warning", f"--host {host} accepts other machines, and no --api-key-file is given")
+
+
+def allowed_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -> list[str] | None:
+    """Return the Host headers, besides loopback's, that a server on loopback without keys accepts; None: all.
+
+    The host is among them, because /etc/hosts may map its name to loopback.
+    """
+    from peagle.serve.server import on_loopback
+
+    if keys or ANY_ORIGIN in origins or not on_loopback(host):
+        return None
+    return [host.lower().rstrip("."), *(urllib.parse.urlsplit(origin).hostname or "" for origin in origins)]
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Read one key per line. Raises InputError for a file without keys."""
+    try:
+        keys = tuple(line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"--api-key-file {path} cannot be read: {reason_of(error)}; expected one key per line, in UTF-8"
+        ) from None
+    if not keys:
+        raise InputError(f"--api-key-file {path} is empty; expected one key per line")
+    return keys
+
+
+def check_allowed_origin(origin: str) -> None:
+    """Raise InputError for an origin that no browser sends in this form."""
+    parts = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
+    default = parts is not None and (parts[1], parts[2]) in (("http", ":80"), ("https", ":443"))
+    if origin != ANY_ORIGIN and (parts is None or default):
+        raise InputError(
+            f"--allow-origin is {origin!r}; expected a site as browsers send it: https://example.org, in lower case, "
+            "without a path, a wildcard or its default port; or *"
+        )
+
+
+def _warm_up(pair: "Pair", engine: "AnyEngine", display: "Display") -> None:
+    """Compile the programs of greedy, sampled and constrained requests, with progress and the time left."""
+    from peagle.cli.display import PART
+
+    # (sampled, full): share of the compile time, measured on two cores; the last also has the programs of grammars
+    shares, started = {(False, False): 0.2, (True, False): 0.2, (True, True): 0.6}, time.monotonic()
+    finished = 0.0
+    try:
+        for done, ((sampled, full), share) in enumerate(shares.items()):
+            interrupt.check()
+            left_s = (time.monotonic() - started) / finished * (1 - finished) if done else None
+            display.begin_run("compiling", done, len(shares), left_s, unit=PART)  # `measuring` ends it
+            finished += share
+            engine.warm_up(sampled=sampled, full_logits=full, measuring=display.measuring, constrained=full)
+        if pair.tokenizer is not None:  # with a large vocabulary, the first grammar takes seconds
+            pair.grammars.compile(Grammar.json_object(), channels=True)
+    finally:
+        display.clear()
+    interrupt.check()
+
+
+def _describe(pair: "Pair", engine: "AnyEngine", doing: str) -> list[str]:
+    from peagle.ops.memory import format_size
+
+    config = engine.config
+    pages, state, logits = engine.memory_bytes()
+    k = config.num_drafts
+    speculates = "plainly" if not k else f"with K <= {k} by confidence" if config.adaptive else f"with K = {k}"
+    return [
+        f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.loaded.dtype}",
+        f"memory besides the weights: {format_size(pages + state + logits)}; its pages hold "
+        f"{engine.page_use.num_tokens:,} tokens of all requests and the prefix cache"
+        + ("" if config.prefix_cache else ", which is off"),
+    ]
+
+
+def _request_log() -> logging.Logger:
+    """Return a log on standard error, with one JSON line per request."""
+    logger = logging.getLogger("peagle.serve")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler(sys.stderr))
+    return logger

@@ -1,83 +1,62 @@
-"""Options of `peagle speculate` and `peagle generate`."""
+"""`peagle speculate`: generate with speculative decoding, or plainly with -k 0, and report the speed-up."""
 
+import fcntl
+import os
+import stat
+import sys
+import termios
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from peagle.cli.command import Takes
-from peagle.cli.flags import JSON, PROMPT_FILE, QUIET, STRICT
-from peagle.config import (
-    AnswerConfig,
-    EngineConfig,
-    LoadConfig,
-    NumDrafts,
-    SamplingParams,
-    check_num_drafts,
-    read_num_drafts,
-)
+from peagle.cli.flags import JSON, PROMPT_FILE, QUIET
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, output_file
+from peagle.config import AnswerConfig, EngineConfig, LoadConfig, SamplingParams
+from peagle.engine.grammar import Grammar, GrammarError
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
 from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
-from peagle.text.prompts import Rendering
+from peagle.text.prompt_files import Skipped, read_prompts
+from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
 
-CONTEXT = "Context length in tokens: prompt plus answer. Default: what the prompt and -n need."
-PLAIN = EngineConfig(num_speculative_tokens=0)
-# fields that plain decoding does not take
-ENGINE_FIELDS = ("num_speculative_tokens", "synthetic_acceptance")
-DRAFTER_FIELDS = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")
+EXAMPLE = '''\
+Rename the function to `handle`.
 
-
-def read_drafts(typed: str) -> NumDrafts:
-    """Read K of a command that always drafts. Raises InputError for anything but a number above 0 or auto."""
-    k = read_num_drafts(typed)
-    if isinstance(k, int):
-        check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
-    return k
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decode:
-    """The options that `speculate` and `generate` share."""
-
-    command: ClassVar[str]
-    prompt: Annotated[str | None, Flag(names=("PROMPT",))] = None
-    """The prompt; - reads standard input. Default: a built-in example."""
-    prompt_file: Annotated[Path | None, PROMPT_FILE] = None
-    """JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or {"prompt_ids": [ID, ...]};
-    MT-Bench, HumanEval, MBPP, GSM8K, MATH-500, Alpaca, ShareGPT; or .txt, one prompt per line. May be gzipped."""
-    strict: Annotated[bool, STRICT] = False
-    prompt_ids: Annotated[str | None, Flag(PROMPT, "1,2,3")] = None
-    """Prompt as token ids, without the chat template."""
-    rendering: Rendering = Rendering()
-    load: LoadConfig = LoadConfig()
-    engine: EngineConfig = EngineConfig()
-    sampling: SamplingParams = SamplingParams()
-    answer: Annotated[AnswerConfig, Takes(without=("logprobs",))] = AnswerConfig()
-    json_schema: Annotated[Path | None, Flag(SAMPLING, "FILE")] = None
-    """Constrain the answer, or its final message, to JSON that follows this schema."""
-    regex: Annotated[str | None, Flag(SAMPLING, "REGEX")] = None
-    """Constrain the answer, or its final message, to match this regular expression in full."""
-    json: Annotated[str | None, JSON] = None
-    trace: Annotated[str | None, Flag(OUTPUT, "FILE")] = None
-    """Write a JSON line per step: the drafts, how many were accepted, the next token."""
-    profile: Annotated[str | None, Flag(OUTPUT, "DIR")] = None
-    """After the run, trace some steps with JAX's profiler into this directory and report where their time goes."""
-    quiet: Annotated[bool, QUIET] = False
-    """Print only the generated text. Warnings and errors are still printed."""
-    no_baseline: bool = False
-
-    def run(self) -> int:
-        from peagle.cli.processes import run_together
-        from peagle.cli.run_speculate import decode
-
-        return run_together(self, self.load, decode)
+def load(self, path, mode="r", encoding="utf-8"):
+    """Read a file of settings, and return those that are known."""
+    settings = {}
+    with open(path, mode, encoding=encoding) as file:
+        for number, line in enumerate(file, 1):
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, sep, value = line.partition("=")
+            if not sep:
+                raise ValueError("%s:%d: no value" % (path, number))
+            settings[key.strip()] = value.strip()
+    unknown = set(settings) - set(self.known)
+    if unknown and self.strict:
+        raise KeyError(", ".join(sorted(unknown)))
+    self.loaded[path] = settings
+    return settings'''  # a task that the demo target can do
+LOADED = Takes(
+    *("target", "drafter", "aux_layer_ids", "download", "draft_vocab", "drafter_window"),
+    *("dtype", "experts", "mesh", "process"),
+)
+COMPARE_S = 2.0  # how long further rounds of speculation and plain decoding may take
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculate(Decode):
+class Speculate:
     """Generate with speculative decoding and report the speed-up.
 
     Streams the answer, then decodes the prompt again with and without drafts
     to compare speed and tokens. A terminal shows accepted drafts in colour, by
-    their position in the step.
+    their position in the step. -k 0 is plain decoding: the target alone.
 
     [bold]Examples[/bold]
 
@@ -85,31 +64,201 @@ class Speculate(Decode):
       K = 5, 128 tokens   [cyan]peagle speculate 'def mean(values):' -k 5 -n 128[/cyan]
       standard input      [cyan]echo 'def mean(values):' | peagle speculate -[/cyan]
       your checkpoints    [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
-      without a drafter   [cyan]peagle speculate --target DIR --drafter ngram 'Why?'[/cyan]
+      plain decoding      [cyan]peagle speculate --target DIR -k 0 'Why?'[/cyan]
       many prompts
         [cyan]peagle speculate --prompt-file IN.jsonl --slots 8 --json OUT.json[/cyan]
     """
 
-    command: ClassVar[str] = "speculate"
-    engine: Annotated[
-        EngineConfig, Takes(helps={"context": CONTEXT}, reads={"num_speculative_tokens": read_drafts})
-    ] = EngineConfig()
+    prompt: Annotated[str | None, Flag(names=("PROMPT",))] = None
+    """The prompt; - reads standard input. Default: a built-in example."""
+    prompt_file: Annotated[Path | None, PROMPT_FILE] = None
+    """JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or {"prompt_ids": [ID, ...]}; a
+    published set, such as MT-Bench; or .txt, one prompt per line."""
+    prompt_ids: Annotated[str | None, Flag(PROMPT, "1,2,3")] = None
+    """Prompt as token ids, without the chat template."""
+    rendering: Rendering = Rendering()
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()
+    engine: EngineConfig = EngineConfig()
     no_baseline: Annotated[bool, Flag(SPECULATION)] = False
-    """Skip plain decoding; no speed-up is reported."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generate(Decode):
-    """Generate with plain decoding: the target alone, no drafter.
-
-    [bold]Examples[/bold]
-
-      the demo target     [cyan]peagle generate 'def mean(values):'[/cyan]
-      log-probabilities   [cyan]peagle generate 'def mean(values):' --logprobs 5[/cyan]
-      your checkpoint     [cyan]peagle generate --target DIR 'Why?' --temperature 0.8[/cyan]
-    """
-
-    command: ClassVar[str] = "generate"
-    load: Annotated[LoadConfig, Takes(without=DRAFTER_FIELDS)] = LoadConfig()
-    engine: Annotated[EngineConfig, Takes(without=ENGINE_FIELDS, helps={"context": CONTEXT})] = PLAIN
+    """Skip plain decoding: no speed-up is reported."""
+    sampling: SamplingParams = SamplingParams()
     answer: AnswerConfig = AnswerConfig()
+    json_schema: Annotated[Path | None, Flag(SAMPLING, "FILE")] = None
+    """The answer follows this JSON schema."""
+    regex: Annotated[str | None, Flag(SAMPLING, "REGEX")] = None
+    """The answer matches this regular expression in full."""
+    json: Annotated[str | None, JSON] = None
+    trace: Annotated[str | None, Flag(OUTPUT, "FILE")] = None
+    """Write a JSON line per step: drafts, number accepted, next token."""
+    profile: Annotated[str | None, Flag(OUTPUT, "DIR")] = None
+    """Trace some steps with JAX's profiler, and report where their time goes."""
+    quiet: Annotated[bool, QUIET] = False
+
+    def run(self) -> int:
+        from peagle.cli.processes import run_together
+
+        return run_together(self, self.load, decode)
+
+
+def decode(settings: Speculate) -> int:
+    """Decode, and return the exit code: text to standard output, the summary to standard error, the rest to files.
+
+    Raises InputError before anything is written. Two errors come at the end, after all output: a failed profile, and
+    requests whose grammar failed.
+    """
+    from peagle.checkpoints import resolve
+    from peagle.cli.display import Display
+    from peagle.cli.models import check_slots, chosen_models, load_pair, unused_rendering, unused_sampling
+    from peagle.measure.profile import make_directory
+    from peagle.measure.provenance import peak_memory_bytes, provenance
+    from peagle.pair import RequestOptions
+    from peagle.workflows.run import RunConfig, run
+    from peagle.workflows.run_report import dumps, logprob_lines, report, summary_lines, trace_lines
+
+    json_file, trace_file = _output_files(settings)
+    target, drafter = chosen_models(settings.load, settings.engine.num_speculative_tokens)
+    if settings.answer.logprobs is not None and settings.quiet and json_file is None:
+        raise InputError("--logprobs are shown in the notes that --quiet leaves out; give --json FILE, too")
+    check_slots(settings.engine.slots, settings.load.mesh)
+    profile = None if settings.profile is None else Path(settings.profile)
+    config = RunConfig(
+        answer=RequestOptions(**vars(settings.answer), grammar=_grammar(settings)),
+        sampling=settings.sampling,
+        engine=settings.engine,
+        baseline=not settings.no_baseline and not (settings.quiet and json_file is None),  # nothing shows it
+        compare_s=COMPARE_S,
+        profile=profile,
+        rendering=settings.rendering,
+    )
+    with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
+        conversations, skipped, warnings = _prompts(settings, resolve(target, "target"))
+    if profile is not None:
+        make_directory(profile)
+
+    display = Display(
+        text=settings.json != STANDARD_OUTPUT,
+        quiet=settings.quiet,
+        total=sum(conversation.num_requests for conversation in conversations),
+        streaming=min(settings.engine.slots, len(conversations)) == 1,
+        drafts=drafter is not None,
+    )
+    display.warn(warnings)
+    display.warn(unused_sampling(settings.sampling))
+    if settings.prompt is None and settings.prompt_file is None and settings.prompt_ids is None:
+        display.note(f"the built-in example:\n{EXAMPLE}\n")
+        if _has_unread_input():
+            display.warn(
+                ["standard input holds text, which is not read; expected - as the prompt to take it from there"]
+            )
+    if display.shows_drafts:
+        display.note("coloured: accepted drafts, by their position in the step\n")
+    pair = load_pair(target, drafter, settings.load, display)
+    display.set_tokenizer(pair.tokenizer)
+    if any(conversation.prompt_ids is None for conversation in conversations):
+        display.warn(unused_rendering(settings.rendering, pair.tokenizer, target))
+    try:
+        with _errors_name_grammar(settings):
+            outcome = run(pair, conversations, config, display.observer)
+    finally:
+        display.end_all()
+
+    peak = peak_memory_bytes()
+    if trace_file is not None:
+        trace_file.write("".join(trace_lines(outcome)))
+    if json_file is not None:
+        names = {"command": "speculate", "target": target, "drafter": drafter}
+        json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak, skipped)))
+    else:
+        display.summary(list(logprob_lines(outcome, pair)))
+    display.summary(summary_lines(outcome, peak, skipped))
+    if settings.quiet:  # otherwise the summary has them
+        display.warn(outcome.cut_short)
+    if outcome.profile_failed is not None:
+        raise InputError(f"--profile {profile} failed: {outcome.profile_failed}")
+    if outcome.failed:
+        first, *others = outcome.failed
+        raise InputError(f"{first}; and {len(others)} more" if others else first)
+    return interrupt.EXIT_CODE if outcome.interrupted else 0
+
+
+def _output_files(settings: Speculate) -> tuple[OutputFile | None, OutputFile | None]:
+    """Return the files of --json and --trace. Raises InputError for files that cannot be written."""
+    json_file = output_file(settings.json, "--json")
+    if settings.trace == STANDARD_OUTPUT:
+        raise InputError("--trace -: standard output is for the generated text; expected a file")
+    trace_file = output_file(settings.trace, "--trace")
+    if json_file and trace_file and settings.json != STANDARD_OUTPUT and json_file.path == trace_file.path:
+        raise InputError(f"--json and --trace both name {settings.trace}; expected two files")
+    return json_file, trace_file
+
+
+def _grammar(settings: Speculate) -> Grammar | None:
+    """Return the grammar of the answers. Raises InputError for an unreadable file, and for two grammars."""
+    path, regex = settings.json_schema, settings.regex
+    if path is not None and regex is not None:
+        raise InputError("--json-schema and --regex are given; expected one of them")
+    try:
+        with _errors_name_grammar(settings):
+            if path is not None:
+                return Grammar.json_schema(path.read_text("utf-8-sig"))
+            return None if regex is None else Grammar.regex(regex)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"--json-schema {path} cannot be read: {reason_of(error)}; expected a file of JSON in UTF-8"
+        ) from None
+
+
+@contextmanager
+def _errors_name_grammar(settings: Speculate) -> Iterator[None]:
+    """Begin the message of a grammar's error with the option that gave the grammar."""
+    try:
+        yield
+    except GrammarError as error:
+        option = f"--json-schema {settings.json_schema}" if settings.regex is None else "--regex"
+        raise InputError(f"{option}: {error}") from None
+
+
+def _prompts(settings: Speculate, target: Path) -> tuple[Sequence[Conversation], Sequence[Skipped], Sequence[str]]:
+    """Return (conversations, skipped rows of the prompt file, warnings about it)."""
+    rendering = settings.rendering
+    prompts = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
+    names = [name for name, value in prompts.items() if value is not None]
+    if len(names) > 1:
+        raise InputError(f"{' and '.join(names)} are given; expected one of them")
+    if settings.prompt_file is not None:
+        file = read_prompts(settings.prompt_file, target, rendering)
+        return file.conversations, file.skipped, file.warnings
+    if settings.prompt_ids is not None:
+        if rendering.options:
+            raise InputError(
+                f"--prompt-ids are used without the chat template; leave out {' and '.join(rendering.options)}"
+            )
+        return [parse_ids(settings.prompt_ids)], [], []
+    if settings.prompt == "-":
+        return [from_text(_read_standard_input(), "standard input")], [], []
+    return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)], [], []
+
+
+def _has_unread_input() -> bool:
+    """Whether a file or a pipe at standard input holds text. Never waits: a service's pipe may stay open and empty."""
+    try:
+        descriptor = sys.stdin.fileno()
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return os.lseek(descriptor, 0, os.SEEK_CUR) < status.st_size
+        if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode):
+            return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except (OSError, ValueError, AttributeError):  # it is closed, or None
+        pass
+    return False
+
+
+def _read_standard_input() -> str:
+    """Read standard input to its end, without the line break that ends a text file."""
+    if sys.stdin is None:
+        raise InputError("standard input is closed; expected the prompt there, or a prompt instead of -")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError("standard input is not UTF-8 text; expected UTF-8") from None
+    return text.removesuffix("\n").removesuffix("\r")

@@ -1,15 +1,36 @@
-"""Options of `peagle sweep`."""
+"""`peagle sweep`: check everything, write the plan, decode, write the report."""
 
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from peagle.cli.command import Takes, refuse_other_options
-from peagle.cli.flags import PROMPT_FILE, QUIET, SPECIAL_TOKENS, STRICT
-from peagle.config import LoadConfig
+from peagle.cli.flags import PROMPT_FILE, QUIET
+from peagle.cli.output import show_lines
+from peagle.cli.report import finish
+from peagle.config import AUTO, Drafts, LoadConfig
+from peagle.measure.sweep.plan import FULL, PLAIN, Plan, PromptSource, numbers, parse_ks, short_names
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new, locked
 from peagle.ops.flag import MODEL, OUTPUT, PROMPT, RUNNING, SAMPLING, SPECULATION, Flag, check_least
+from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, without_suffix
+from peagle.text.prompts import Rendering
+from peagle.text.tokenizer import template_fingerprint
 
-LOADED = Takes(("target", "aux_layer_ids", "download", "dtype", "experts", "kernels"))
+if TYPE_CHECKING:  # they import JAX
+    from peagle.cli.display import Display
+    from peagle.measure.sweep.figures import VariantRow
+    from peagle.measure.sweep.runner import Models, Pairs, SweepRun
+    from peagle.measure.sweep.store import Folder
+    from peagle.pair import Pair
+
+RESOLVED = ("dtype", "experts", "kernels")  # fields of peagle.pair.Loaded: what the options resolved to
+DEMO_PROMPTS = 60  # by default
+LOADED = Takes("target", "download", "dtype", "experts")
 # allowed with --resume, because they do not change the measurements
 FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
@@ -54,16 +75,12 @@ class Sweep:
     """Prompt file, in a format of peagle speculate; repeatable. Default: the demo's held-out prompts."""
     num_prompts: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Use the first N prompts of each file; 0: all. Default: all of a file, 60 of the demo's."""
-    strict: Annotated[bool, STRICT] = False
     turns: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Use the first N turns, 1 or more, of a conversation. Default: all."""
     render: Annotated[Literal["chat", "raw", "both"], Flag(PROMPT, "HOW")] = "chat"
     """chat: apply the chat template; raw: continue the prompt as plain text; or both."""
-    special_tokens: Annotated[bool, SPECIAL_TOKENS] = False
     max_prompt_tokens: Annotated[int | None, Flag(PROMPT, "N")] = None
-    """Longest prompt, in tokens, 1 or more. Default: the model's limit."""
-    too_long: Annotated[Literal["skip", "error"], Flag(PROMPT, "HOW")] = "skip"
-    """What to do with longer prompts. skip: leave them out and count them; error: refuse to run."""
+    """Leave longer prompts out, and count them. Default: the model's limit."""
     buckets: Annotated[str, Flag(OUTPUT, "N,N")] = "128,512,2048"
     """Prompt lengths that separate the buckets of the report."""
     temperature: Annotated[str, Flag(SAMPLING, "T,T")] = "0"
@@ -95,8 +112,371 @@ class Sweep:
         check_least(self, num_prompts=0, turns=1, max_prompt_tokens=1, repeats=1, in_a_row=1, max_new_tokens=2)
 
     def run(self) -> int:
-        from peagle.cli.run_sweep import sweep
-
         if self.resume:
             refuse_other_options(self, "--resume", FREE, f"the plan in {self.out}")
         return sweep(self)
+
+
+def sweep(settings: Sweep) -> int:
+    """Decode every request of the plan, and write figures and pages into the folder --out.
+
+    Return the exit code: 1 if variants failed and --continue-on-error ran the others, 130 after Ctrl-C. Raises
+    InputError for bad options, files and models before it writes.
+    """
+    typed = _plan(settings)  # first, because bad options must not create the lock file
+    with locked(Path(settings.out)):
+        return _sweep(settings, typed)
+
+
+def _sweep(settings: Sweep, typed: Plan) -> int:
+    """Sweep. typed: the plan by the options; a resumed run has a plan of its own."""
+    from peagle.cli.display import Display
+    from peagle.measure.provenance import provenance
+    from peagle.measure.sweep import calibration
+    from peagle.measure.sweep.runner import models_of
+    from peagle.measure.sweep.store import begin, open_run
+    from peagle.pair import Pair
+
+    out, display = Path(settings.out), Display(quiet=settings.quiet)
+    folder = open_run(out) if settings.resume else None
+    if folder is None:
+        expect_new(out)
+        with display.stage("reading the prompts"):
+            plan, sets = _with_prompts(typed, settings)
+        if settings.seed != Sweep.seed and not any(plan.temperatures):
+            display.warn(["--seed: no effect at temperature 0, where the likeliest token is taken"])
+    else:
+        plan = folder.plan
+        sets = _reread_prompts(plan) if folder.prompts() is None else {}
+        _check_same_files(plan)
+    _check_concurrency(plan, sets)
+    widths = None if settings.write_widths is None else calibration.file_for(plan, settings.write_widths)
+    _check_models(plan)
+    for prompts in sets.values():
+        display.warn(prompts.warnings)
+    if settings.dry_run:
+        _show_plan(plan, sets, folder)
+        return 0
+    try:
+        pairs = _load(plan, settings.continue_on_error, display)
+        pair = pairs[models_of(PLAIN)]
+        assert isinstance(pair, Pair)
+        origin = provenance() | {"ran": {name: getattr(pair.loaded, name) for name in RESOLVED}}
+        if folder is None:
+            folder = begin(out, plan, origin)
+        else:
+            _check_same_arithmetic(folder, origin["ran"])
+        run = _measure(folder, pairs, pair, sets, settings, origin, display)
+    except KeyboardInterrupt:
+        display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
+        return interrupt.EXIT_CODE
+    finally:
+        display.clear()
+    figures = _finish(folder, display)
+    display.warn(_rows_without_drafts(figures))
+    if widths is not None:
+        written = calibration.write(folder, widths)
+        display.note(f"{widths}: {written.num_drafts} drafts at most, and the acceptance that auto begins with")
+    for (workload, variant), why in run.failed.items():
+        display.note(f"failed: {workload.label}, K = {plan.label(variant)}: {why}")
+    return 1 if run.failed else 0
+
+
+def _measure(
+    folder: "Folder",
+    pairs: "Pairs",
+    plain: "Pair",
+    sets: Mapping[str, PromptSet],
+    settings: Sweep,
+    origin: Mapping[str, Any],
+    display: "Display",
+) -> "SweepRun":
+    """Decode the missing requests, with progress. origin: provenance of this process."""
+    from peagle.measure.sweep import calibration
+    from peagle.measure.sweep.runner import SweepRun, make_requests
+
+    if settings.resume:
+        folder.save(origins=[*folder.origins, origin], rows=None)
+    if folder.prompts() is None:
+        with display.stage("reading the prompts", animated=False) as progress:
+            try:
+                make_requests(folder, plain, sets, progress)
+            except InputError:
+                if not settings.resume:
+                    folder.discard()  # a new run with a wrong plan
+                raise
+        display.warn(_left_out(folder))
+    run = SweepRun(folder, pairs, settings.continue_on_error)
+    with display.stage("compiling", animated=False) as progress:
+        run.warm_up(progress)
+    with display.stage("decoding", animated=False) as progress:
+        run.decode(progress)
+    with display.stage("profiling some steps", animated=False) as progress:
+        run.profile(progress)
+    if not folder.record.get("calibrations"):
+        with display.stage("counting acceptance by confidence", animated=False) as progress:
+            counted = calibration.calibrate(run, progress)
+            folder.save(calibrations=[entry.to_json() for entry in counted])
+    return run
+
+
+def _left_out(folder: "Folder") -> Iterator[str]:
+    """Count by prompt file the conversations that are left out or cut, with the first reason."""
+    _, left_out = folder.prompts() or ([], [])
+    for source in folder.plan.sources:
+        reasons = [left.why for left in left_out if left.prompts == source.name and left.row is not None]
+        if reasons:
+            count = "1 conversation" if len(reasons) == 1 else f"{len(reasons)} conversations"
+            yield f"{source.name}: {count} left out or cut, the first: {reasons[0]}"
+
+
+def _rows_without_drafts(figures: "Sequence[VariantRow]") -> Iterator[str]:
+    """Name the rows in which auto verified no draft: their speed-up does not measure drafting."""
+    from peagle.measure.sweep.figures import alone, concurrent
+
+    for row in [*alone(figures), *concurrent(figures)]:
+        if not isinstance(row.k, int) and not row.num_spec_steps:
+            at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
+            yield (
+                f"{row.workload.label}{at_once}: K = {row.label} verified no draft, since by measured times none "
+                "was likely enough to save time; its speed-up compares plain decoding with itself"
+            )
+
+
+def _finish(folder: "Folder", display: "Display") -> "Sequence[VariantRow]":
+    """Write the figures into run.json, show them, write the pages beside it, and return the figures."""
+    from peagle.measure.sweep import layout
+    from peagle.measure.sweep.figures import alone, concurrent, rows
+    from peagle.measure.sweep.headline import headlines
+
+    with display.stage("figures"):
+        figures = rows(folder)
+        record = {"rows": [row.to_json() for row in alone(figures)]}
+        if folder.plan.concurrent:
+            record["by_concurrency"] = [row.to_json() for row in concurrent(figures)]
+        folder.save(**record)
+    tables, sentences = layout.terminal_tables(folder, figures), headlines(folder, figures)
+    finish(display, tables, sentences, folder.path, lambda: layout.run_blocks(folder, figures))
+    return figures
+
+
+def _plan(settings: Sweep) -> Plan:
+    """Make a plan from the options, still without prompts. Raises InputError for bad values.
+
+    Its names hold in any working directory, because --resume may be typed in another one.
+    """
+    from peagle.checkpoints import from_anywhere, or_demo
+
+    def values(typed: str, default: str) -> tuple[str | None, ...]:
+        return tuple(None if value == default else value for value in dict.fromkeys(typed.split(",")))
+
+    return Plan(
+        target=from_anywhere(or_demo(settings.load.target)),
+        drafters=tuple(dict.fromkeys(map(from_anywhere, or_demo(settings.drafter).split(",")))),
+        draft_vocabs=tuple(
+            name if name is None or name.lstrip("-").isdecimal() else from_anywhere(name)
+            for name in values(settings.draft_vocab, FULL)
+        ),
+        drafter_windows=values(settings.drafter_window, AUTO),
+        ks=parse_ks(settings.num_speculative_tokens),
+        sources=(),
+        raw={"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render],
+        temperatures=numbers("--temperature", settings.temperature, float),
+        repeats=settings.repeats,
+        in_a_row=settings.in_a_row,
+        max_new_tokens=settings.max_new_tokens,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        buckets=numbers("--buckets", settings.buckets, int),
+        seed=settings.seed,
+        dtype=settings.load.dtype,
+        experts=settings.load.experts,
+        kernels=settings.load.kernels,
+        concurrencies=() if settings.concurrency is None else numbers("--concurrency", settings.concurrency, int),
+    )
+
+
+def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
+    """Read the prompts; return (the plan with them and with fingerprints of the models, prompts by source name)."""
+    from peagle.checkpoints import DEMO, HELD_OUT, resolve
+
+    paths = list(dict.fromkeys(settings.prompts))
+    names = short_names([without_suffix(path) for path in paths])
+    files = {
+        str(path.absolute()): dataclasses.replace(_read(path, plan.target, plan.raw), name=name)
+        for path, name in zip(paths, names, strict=True)
+    } or {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
+    plan = dataclasses.replace(
+        plan,
+        sources=tuple(_source(name, prompts, settings) for name, prompts in files.items()),
+        template=template_fingerprint(resolve(plan.target, "target")),
+        fingerprints=_fingerprints(plan.target, plan.drafters),
+    )
+    return plan, {prompts.name: prompts for prompts in files.values()}
+
+
+def _check_concurrency(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
+    """Raise InputError for fewer requests than are decoded at once. sets: empty if a resumed run stored its prompts."""
+    most = max(plan.concurrencies, default=0)
+    for source, raw in itertools.product(plan.sources, plan.raw):
+        if source.name in sets and (num_requests := _num_requests(source, raw, sets)) < most:
+            raise InputError(
+                f"--concurrency is {most}, but {source.name} has {num_requests} requests; expected at least as many: "
+                "raise --num-prompts, or lower --concurrency"
+            )
+
+
+def _num_requests(source: PromptSource, raw: bool, sets: Mapping[str, PromptSet]) -> int:
+    from peagle.measure.sweep.runner import num_turns
+
+    return sum(
+        num_turns(source, raw, conversation) for conversation in sets[source.name].conversations[: source.num_used]
+    )
+
+
+def _read(path: Path, target: str, raw: Sequence[bool]) -> PromptSet:
+    """Read a file. Rows that the template refuses are skipped in raw text, too, so that both decode the same."""
+    from peagle.checkpoints import resolve
+
+    return read_prompts(path, resolve(target, "target"), Rendering(raw=False not in raw))
+
+
+def _source(file: str, prompts: PromptSet, settings: Sweep) -> PromptSource:
+    from peagle.checkpoints import DEMO
+
+    num_conversations = len(prompts.conversations)
+    # by default all prompts of a file, because files are often sorted by category
+    num_prompts = (DEMO_PROMPTS if file == DEMO else 0) if settings.num_prompts is None else settings.num_prompts
+    return PromptSource(
+        name=prompts.name,
+        file=file,
+        layout=prompts.layout,
+        sha256=prompts.sha256,
+        num_rows=prompts.num_rows,
+        num_skipped=len(prompts.skipped),
+        num_used=min(num_prompts or num_conversations, num_conversations),
+        max_turns=settings.turns,
+    )
+
+
+def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
+    """Return the fingerprint of each checkpoint. Raises InputError for one that is not there."""
+    from peagle.checkpoints import drafter_path, resolve
+    from peagle.ops.checkpoint import fingerprint
+
+    if not (directory := resolve(target, "target")).exists():
+        raise InputError(f"the target {directory} is not there; expected a checkpoint's directory, or a link to it")
+    paths = {"target": directory}
+    paths |= {f"drafter {name}": path for name in drafters if (path := drafter_path(target, name)) is not None}
+    return {name: fingerprint(path) for name, path in paths.items()}
+
+
+def _check_models(plan: Plan) -> None:
+    """Raise InputError for models that do not fit, and for bad windows. Reads no weights."""
+    from peagle.checkpoints import drafter_path, resolve
+    from peagle.fit import check_fit, chosen_window
+
+    paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
+    if plan.aux_layer_ids is not None and not paths:
+        raise InputError("--aux-layer-ids is given, but no drafter with weights to read them; leave it out")
+    for path in paths:
+        ks = [most for k in plan.ks if (most := Drafts.parse(k).most)]
+        check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
+    for name, window in itertools.product(plan.drafters, plan.drafter_windows):
+        chosen_window(drafter_path(plan.target, name), window or AUTO)
+
+
+def _check_same_files(plan: Plan) -> None:
+    """Raise InputError for a checkpoint that has changed since the run began."""
+    for name, weights in _fingerprints(plan.target, plan.drafters).items():
+        if plan.fingerprints.get(name) != weights:
+            raise InputError(f"the {name} has changed since this run began; begin a new run with another --out")
+
+
+def _check_same_arithmetic(folder: "Folder", ran: Mapping[str, str]) -> None:
+    """Raise InputError if dtype, experts or kernels differ from the resumed run's: its times would not compare."""
+    before = folder.origins[-1].get("ran", ran)
+    if before != ran:
+        then, now = (", ".join(f"{name} {value}" for name, value in values.items()) for values in (before, ran))
+        raise InputError(f"{folder.path} ran with {then}; now it is {now}: begin a new run with another --out")
+
+
+def _reread_prompts(plan: Plan) -> dict[str, PromptSet]:
+    """Read the prompts of a resumed run again, if it stopped before it stored them."""
+    from peagle.checkpoints import DEMO, HELD_OUT
+
+    sets: dict[str, PromptSet] = {}
+    for source in plan.sources:
+        demo = source.file == DEMO
+        prompts = read_prompt_file(HELD_OUT) if demo else _read(Path(source.file), plan.target, plan.raw)
+        if prompts.sha256 != source.sha256:
+            raise InputError(
+                f"{source.file} has changed since this run began, before its prompts were stored; begin a new run with "
+                "another --out"
+            )
+        sets[source.name] = dataclasses.replace(prompts, name=source.name)
+    return sets
+
+
+def _load(plan: Plan, continue_on_error: bool, display: "Display") -> "Pairs":
+    """Load the target alone, and a pair for every drafter, draft vocabulary and window. All share the target's weights.
+
+    Raises InputError for a drafter that cannot be loaded; with continue_on_error, the error stands for its pair.
+    """
+    from peagle.checkpoints import WEIGHTLESS
+    from peagle.loading import load, with_drafter
+    from peagle.measure.sweep.runner import models_of
+
+    options: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
+    with display.stage(f"loading {plan.target}") as progress:
+        plain = load(plan.target, None, progress=progress, **options)
+    pairs: dict[Models, Pair | InputError] = {models_of(PLAIN): plain}
+    for variant in plan.variants[1:]:
+        if models_of(variant) in pairs:
+            continue
+        try:
+            with display.stage(f"loading {variant.drafter}"):
+                pairs[models_of(variant)] = with_drafter(
+                    plain,
+                    plan.target,
+                    variant.drafter,
+                    draft_vocab=variant.draft_vocab,
+                    drafter_window=variant.drafter_window or AUTO,
+                    aux_layer_ids=None if variant.drafter in WEIGHTLESS else plan.aux_layer_ids,
+                )
+        except InputError as error:
+            if not continue_on_error:
+                raise
+            pairs[models_of(variant)] = error
+    return pairs
+
+
+def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: "Folder | None") -> None:
+    from peagle.cli.display import SUMMARY_INDENT
+    from peagle.measure.sweep.store import RAW
+
+    stored = None if folder is None else folder.prompts()
+
+    def num_requests(source: PromptSource, raw: bool) -> int:
+        if stored is None:
+            return _num_requests(source, raw, sets)
+        return sum((request.prompts, request.raw) == (source.name, raw) for request in stored[0])
+
+    requests = {(source.name, raw): num_requests(source, raw) for source in plan.sources for raw in plan.raw}
+    per_variant = sum(requests[workload.prompts, workload.raw] for workload in plan.workloads)
+    decodes = plan.repeats * (len(plan.variants) + len(plan.concurrent)) * per_variant
+    lines = [
+        f"target       {plan.target}; drafters {', '.join(plan.drafters)}",
+        f"workloads    {'; '.join(workload.label for workload in plan.workloads)}",
+        f"variants     K = {'; '.join(plan.label(variant) for variant in plan.variants)}",
+        *([f"at once      {', '.join(map(str, sorted(plan.concurrencies)))}"] if plan.concurrent else []),
+        *(
+            f"prompts      {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
+            f"{f', {source.num_skipped} without a usable prompt' if source.num_skipped else ''}, "
+            f"{' and '.join(f'{requests[source.name, raw]} turns' + ' raw' * raw for raw in plan.raw)}"
+            for source in plan.sources
+        ),
+        f"to decode    {decodes} requests ({plan.repeats} repeats), up to {plan.max_new_tokens} tokens",
+    ]
+    if folder is not None:
+        lines.append(f"decoded      {len(folder.samples())} of them ({folder.path / RAW})")
+    show_lines(lines, SUMMARY_INDENT)

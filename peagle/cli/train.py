@@ -1,9 +1,10 @@
 """Options of `peagle train`."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar
 
 from drafter.train.config import DrafterShape, TrainConfig
 from drafter.train.folder import MOVABLE
@@ -11,11 +12,8 @@ from peagle.cli.command import Takes, refuse_other_options, require_extra
 from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
+from peagle.ops.files import locked
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
-
-# allowed with --resume, because they change only for how long the training runs, what it shows, and where files are
-SHOWN = ("evaluate_every", "evaluate_prompts", "strict", "quiet")
-RESUMABLE = ("steps", "minutes", "mesh", "save_every", *SHOWN, *MOVABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,47 +41,46 @@ class Train:
         [cyan]peagle train --data DATA --out RUN --minutes 60 --drafter dflash[/cyan]
     """
 
+    # allowed with --resume, because they change only for how long the training runs, what it shows, and where files are
+    resumable: ClassVar[Sequence[str]] = (
+        *("steps", "minutes", "mesh", "save_every", "evaluate_every", "evaluate_prompts", "quiet"),
+        *MOVABLE,
+    )
     data: Annotated[tuple[str, ...], Flag(DATA, "DIR[:SHARE]")] = ()
-    """Directory of peagle data; repeatable. SHARE: its share of the training rows, relative to the other --data."""
+    """Directory of peagle data, and its share of the rows; repeatable."""
     mix: Annotated[str | None, Flag(DATA, "LEN:SHARE,...")] = None
-    """Weights among the rows of a step by length of the document: up to LEN tokens, such as 512:5,2048:2,4096:1."""
+    """Shares by length of the document, up to LEN tokens: 512:5,2048:2."""
     out: Annotated[str, Flag(OUTPUT, "DIR")]
     """Output directory; the same command resumes it."""
     resume: Annotated[bool, Flag(RUNNING)] = False
-    """Resume the training in --out with its own options; --steps or --minutes extend it. --data, --target and --init
-    name files that have moved."""
-    load: Annotated[LoadConfig, Takes(("target", "download"))] = LoadConfig()
+    """Resume the training in --out with its own options; --steps or --minutes extend it, --data, --target and --init
+    name what has moved."""
+    load: Annotated[LoadConfig, Takes("target", "download")] = LoadConfig()
     steps: Annotated[int | None, Flag(LEARNING, "N")] = None
-    """Training steps; more steps than before extend the training in --out."""
+    """Training steps; more than before extend the training in --out."""
     minutes: Annotated[float | None, Flag(LEARNING, "MINUTES")] = None
-    """Minutes of training: not of loading, compiling and --evaluate. Without --steps, train for as many steps as fit.
-    With --resume, 0 trains no step and writes the drafter of the last checkpoint."""
+    """Minutes of training, without loading, compiling and --evaluate. With --resume, 0 writes the drafter of the last
+    checkpoint."""
     shape: DrafterShape = DrafterShape()
     mesh: Annotated[str | None, Flag(RUNNING, "dp=N")] = None
-    """Data parallelism: devices that share the rows of a step; may differ after --resume. Default: the most devices
-    that divide --rows."""
+    """Devices that share the rows of a step. Default: the most that divide --rows."""
     rows: Annotated[int, Flag(LEARNING, "N")] = 8
     """Rows per step, over all devices."""
     learning: TrainConfig = TrainConfig()
     save_every: Annotated[int, Flag(RUNNING, "STEPS")] = 100
     """Steps between checkpoints, 1 or more."""
     evaluate: Annotated[str | None, Flag(RUNNING, "FILE.jsonl")] = None
-    """Held-out prompts: measure the acceptance length on them with the engine, greedily and at temperature 1."""
+    """Held-out prompts, to measure the acceptance length on."""
     evaluate_every: Annotated[int, Flag(RUNNING, "STEPS")] = 200
     """Steps between evaluations; 0: only at the end."""
     evaluate_prompts: Annotated[int, Flag(RUNNING, "N")] = 20
     """Evaluate with the first N prompts, 1 or more."""
     held_out: Annotated[float | None, Flag(DATA, "P")] = None
-    """Fraction of the documents to hold out, 0 to 0.5; the step that is best on them is kept. 0 keeps the last step.
-    Default: 0.1; with --evaluate, its prompts are held out instead."""
-    strict: Annotated[bool, Flag(DATA)] = False
-    """Refuse data of another target and unusable rows of --evaluate, instead of warning."""
+    """Fraction of the documents to hold out, 0 to 0.5; the step that is best on them is kept. Default: 0.1, or the
+    prompts of --evaluate."""
     num_speculative_tokens: Annotated[int, Flag(RUNNING, "K", ("-k", "--num-speculative-tokens"))] = 7
     """Tokens drafted per step (K) in evaluations."""
-    dialect: Annotated[Literal["vllm", "speculators"], Flag(OUTPUT, "LAYOUT")] = "vllm"
-    """Layout of the trained drafter: vllm or speculators."""
     quiet: Annotated[bool, QUIET] = False
-    """Hide progress, log and summary; they are in --out. Warnings and errors are still printed."""
 
     def __post_init__(self) -> None:
         check_least(self, steps=1, save_every=1, evaluate_every=0, evaluate_prompts=1)
@@ -95,10 +92,8 @@ class Train:
 
     def run(self) -> int:
         if self.resume:
-            refuse_other_options(self, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {self.out}")
+            refuse_other_options(self, "--resume", ("out", "resume", *self.resumable), f"the recipe in {self.out}")
         with require_extra("training needs", "train"):
-            from peagle.cli.run_train import train
-        from peagle.ops.files import locked
-
+            from peagle.cli.training import train
         with locked(Path(self.out)):
             return train(self)

@@ -5,36 +5,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_type_hints
 
-from peagle.config import KEPT_PREFIXES, EngineConfig, LoadConfig, configs_of
+from peagle.config import EngineConfig, LoadConfig, configs_of
 from peagle.ops.errors import InputError
 from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
 
 TEXT_LISTS = ("keys", "hosts")  # fields
-MESH_FIELDS = ("coordinator", "process_id", "num_processes")  # for a target over several processes
-LOAD_FIELDS = (
-    *("target", "drafter", "download", "drafter_window", "dtype"),
-    *("experts", "kernels", "mesh", "reduce", "retain_full_kv", "query_blocks", "ffn_blocks"),
-)
-ENGINE_FIELDS = Takes(
-    ("num_speculative_tokens", "context", "prefill_chunk", "kv_memory", "prefix_cache", "slots"),
-    {
-        "context": "Context length in tokens: the most of one request, prompt plus answer. Default: 4096, or the "
-        "model's limit if that is less.",
-        "kv_memory": "Memory for the keys and values of all requests together, such as 4GB; requests that need more "
-        "wait. auto: the context of every slot, of which 8192 positions count at most. SIZE is that of a replica.",
-        "prefix_cache": f"{KEPT_PREFIXES} Of each replica that prefills. Default: on.",
-        "slots": "Requests decoded at once per replica.",
-    },
-)
+LOAD = Takes("target", "drafter", "download", "drafter_window", "dtype", "experts", "mesh", "retain_full_kv")
+ENGINE = Takes("num_speculative_tokens", "slots", "context", "prefill_chunk", "kv_memory", "prefix_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
     """The models, engines and numbers of replicas."""
 
-    load: Annotated[LoadConfig, Takes(LOAD_FIELDS)] = LoadConfig()  # noqa: RUF009  # frozen
-    engine: Annotated[EngineConfig, ENGINE_FIELDS] = EngineConfig(slots=4, prefix_cache="on")  # noqa: RUF009
+    load: Annotated[LoadConfig, LOAD] = LoadConfig()  # noqa: RUF009  # frozen
+    engine: Annotated[EngineConfig, ENGINE] = EngineConfig(slots=4, prefix_cache="on")  # noqa: RUF009
     served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
     """Model name in the API. Default: the name of the target's directory."""
     prefill: Annotated[int, Flag(REPLICAS, "N")] = 0
@@ -47,16 +33,14 @@ class FleetConfig:
     """Scale the replicas that decode up to N by load; 0: always --decode."""
     busy: Annotated[int, Flag(REPLICAS, "N")] = 0
     """Ongoing requests per replica above which to scale up; 0: --slots, and 2 for replicas that only prefill."""
-    scale_up: Annotated[float, Flag(REPLICAS, "SECONDS")] = 30.0
-    """How long the load must be high before replicas start."""
-    scale_down: Annotated[float, Flag(REPLICAS, "SECONDS")] = 600.0
-    """How long the load must be low before replicas stop; --drain lets them finish open responses."""
+    scale_up: float = 30.0  # seconds of high load before replicas start
+    scale_down: float = 600.0  # seconds of low load before replicas stop; they finish open responses within `drain`
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64
     """Requests that may wait for a slot; further ones get status 429."""
     response_store: Annotated[int, Flag(SERVER, "BYTES")] = 256_000_000
-    """Memory for responses that /v1/responses keeps, for previous_response_id and item references; 0: none is kept."""
-    response_ttl: Annotated[int, Flag(SERVER, "SECONDS")] = 86_400
-    """Time that a response is kept after its last use, if there is room; 0: none is kept."""
+    """Memory for responses that /v1/responses keeps for a day, for previous_response_id and item references; 0: none is
+    kept."""
+    response_ttl: int = 86_400  # seconds that a response is kept after its last use, if there is room
     drain: Annotated[float, Flag(SERVER, "SECONDS")] = 30.0
     """Time for a stopping replica to finish open responses."""
     num_cpus: Annotated[float, Flag(MACHINE, "N")] = 1.0
@@ -94,9 +78,8 @@ class FleetConfig:
                 raise InputError(message, f"max_{name}")
         for name in TEXT_LISTS:
             _check_texts(name, getattr(self, name))
-        for name in MESH_FIELDS:
-            if getattr(self.load, name) is not None:
-                raise InputError(f"{name} is given, but each replica of a fleet is one process; leave it out", name)
+        if self.load.process is not None:
+            raise InputError("process is given, but each replica of a fleet is one process; leave it out", "process")
 
     @property
     def most_replicas(self) -> int:

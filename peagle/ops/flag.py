@@ -1,7 +1,6 @@
 """Declare the fields of a config as command-line options. The docstring below a field is its help."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -23,35 +22,21 @@ class Flag:
     group     of the help
     names     of the option; errors use the first; empty: the field's name with dashes
     read      converts the typed text to the value, or raises InputError
-    default   the default's text in the help
-    help      for fields without a docstring below them
+    help      of an option that several commands share; others have a docstring below the field
     """
 
     group: str | None = None
     metavar: str | None = None
     names: tuple[str, ...] = ()
     read: Callable[[str], Any] | None = None
-    default: str | None = None
     help: str = ""
 
 
-@dataclass(frozen=True)
 class Takes:
-    """The fields of a config that a command takes as options, with helps and readers of its own.
+    """The fields of a config that a command takes as options; without this mark, it takes all."""
 
-    names: in the order of the help; empty: all but `without`.
-    """
-
-    names: tuple[str, ...] = ()
-    helps: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    without: tuple[str, ...] = ()
-    reads: Mapping[str, Callable[[str], Any]] = dataclasses.field(default_factory=dict)
-
-    def has(self, name: str) -> bool:
-        return name not in self.without and (not self.names or name in self.names)
-
-    def place(self, name: str) -> int:
-        return self.names.index(name) if name in self.names else 0
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:

@@ -17,7 +17,7 @@ POINTER = 8  # bytes
 CHARACTER = 4  # bytes, the most
 MOST_LISTED = 100  # items of one page, as in OpenAI's API
 ITEMS_LISTED = 20  # by default
-RESPONSE_OPTIONS = "raise --response-store and --response-ttl of the server"  # a cure, where there are such options
+RESPONSE_OPTIONS = "raise --response-store of the server"  # a cure, where there are such options
 
 
 @dataclass(eq=False, slots=True)

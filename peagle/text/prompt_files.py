@@ -173,7 +173,9 @@ def read_prompt_file(
     )
 
 
-def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool, answered: bool = False) -> PromptSet:
+def read_prompts(
+    path: Path, target: Path, rendering: Rendering, *, strict: bool = False, answered: bool = False
+) -> PromptSet:
     """Read a file, and skip histories and tools that the target's chat template refuses or does not show.
 
     Some templates take no messages of tools, or no two messages of a user in a row. answered: skip rows without a

@@ -44,15 +44,15 @@ class Rendering:
     """How text becomes a prompt. Text that spells a special token stays text, except with special_tokens."""
 
     raw: Annotated[bool, Flag(PROMPT, names=("--raw-prompt",))] = False
-    """Continue the prompt as plain text, without the chat template: acceptance is lower."""
+    """Prompt without the chat template: acceptance is lower."""
     system: Annotated[str | None, Flag(PROMPT, "TEXT")] = None
     """System message."""
     reasoning_effort: Annotated[Literal["low", "medium", "high"] | None, Flag(PROMPT, "LEVEL")] = None
-    """low, medium or high, if the chat template has it. Default: the template's."""
+    """low, medium or high. Default: the chat template's."""
     date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE
-    """Current date for chat templates that show it; fixed, so that results are reproducible."""
+    """Date that the chat template shows."""
     special_tokens: Annotated[bool, Flag(PROMPT)] = False
-    """With --raw-prompt: read text such as <|end|> as the special token."""
+    """With --raw-prompt: <|end|> in the text is the special token."""
 
     def __post_init__(self) -> None:
         parse_date(self.date)

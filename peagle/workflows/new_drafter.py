@@ -51,8 +51,6 @@ def drafter_config(
     each other, --init or the target.
     """
     vocab, kind = None, None if shape.kind is None else KINDS[shape.kind]
-    if shape.autoregressive:
-        kind = "EAGLE-3"
     if shape.draft_vocab is not None:
         vocab = _draft_vocab(shape.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
     if shape.init is not None:
@@ -77,8 +75,7 @@ def _config_of_init(
     if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise InputError(f"--init {init} does not fit the target; use a drafter of this target")
     if kind not in (None, config.kind):
-        option = "--autoregressive" if shape.autoregressive else "--drafter"
-        raise InputError(f"--init {init} is a {config.kind} drafter; leave out {option}, or --init")
+        raise InputError(f"--init {init} is a {config.kind} drafter; leave out --drafter, or --init")
     layers = fitting_aux_layers(target, checkpoint, directory, init, shape.aux_layer_ids)
     if layers.warning is not None:
         warnings.warn(layers.warning, InputWarning, stacklevel=2)

@@ -63,7 +63,6 @@ class ParityConfig:
     max_new_tokens: int = 64
     reference_steps: int = 6  # to compare with the float64 reference, which is slow
     raw: bool = False
-    special_tokens: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +119,7 @@ def draft_texts(
     pair: Pair, conversations: Sequence[Conversation], config: ParityConfig, *, raw: bool, at_least: int = 0
 ) -> DraftedTexts:
     """Answer the prompts greedily, and compute all hidden states. at_least: the least length of the caches."""
-    rendering = Rendering(raw=raw, special_tokens=raw and config.special_tokens)
+    rendering = Rendering(raw=raw)
     requests = [
         pair.request(conversation, [], rendering, max_new_tokens=config.max_new_tokens, index=index)
         for index, conversation in enumerate(conversations)
@@ -413,7 +412,7 @@ def _missing_template(raw: DraftedTexts, chat: DraftedTexts) -> list[Cause]:
     if gain is None or (gain.low or 0.0) <= 0:
         return []
     better = 1 + float(chat.num_accepted.mean())
-    return [Cause("the prompts are raw", better, gain, "put them into the chat template: --render chat")]
+    return [Cause("the prompts are raw", better, gain, "put them into the chat template: leave out --raw-prompt")]
 
 
 def _aux_of(hidden: np.ndarray, layers: Sequence[int]) -> np.ndarray:

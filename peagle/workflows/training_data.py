@@ -226,10 +226,10 @@ def kept_of_prompts(folders: Sequence[Path]) -> int | None:
     return min((number for number in kept if number is not None), default=None)
 
 
-def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int, *, strict: bool) -> None:
+def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int) -> None:
     """Raise InputError for hidden states or logits of another target or of other layers, and for prompts cut too short.
 
-    Text of another target is an error if strict, else a warning.
+    Text of another target is a warning.
     """
     for folder in folders:
         manifest = read_manifest(folder)
@@ -259,6 +259,4 @@ def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str,
             f"{folder} holds what another target wrote ({manifest.get(NAME)}), and a drafter learns best from the "
             "answers of its own; expected data of --target: peagle data makes them"
         )
-        if strict:
-            raise InputError(line)
         warnings.warn(line, InputWarning, stacklevel=2)

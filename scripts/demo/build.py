@@ -25,12 +25,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.ops import jax_workaround
 from peagle.ops.checkpoint import CONFIG
 from peagle.ops.strict_json import dumps
-from peagle.workflows.frequent_tokens import list_frequent_tokens
 from scripts.demo.batches import BATCH_ROWS
 from scripts.demo.corpus import collect, read_lines
 from scripts.demo.rows import (
@@ -102,7 +100,7 @@ ON_ANSWERS_AND_CORPUS = {
 }
 ON_ANSWERS = {
     "p_eagle": Training(2500, (*AGAIN, "--depth", "8", "--ratio", "0.7"), "p_eagle_begun"),
-    "eagle3": Training(700, (*NEW, "--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7")),
+    "eagle3": Training(700, (*NEW, "--drafter", "eagle-3", "--layers", "1", "--depth", "6", "--ratio", "0.7")),
     "dflash": Training(2500, (*AGAIN, *BLOCKS), "dflash_begun"),
 }
 ON_LONG_ANSWERS = {
@@ -208,17 +206,16 @@ def build(work: Path, scale: float = 1) -> None:
         run.answer("short_written", target, short_prompts, SHORT_PROMPTS, *teach),
     )
     run.train(ON_LONG_ANSWERS, target, 832, data)
-    run.stage("pair", lambda out: make_pair(work, target, data, out))
+    run.stage("pair", lambda out: make_pair(work, target, out))
 
 
-def make_pair(work: Path, target: Path, data: Sequence[Path], out: Path) -> None:
-    """Copy the target and the drafters, with the answers' tokens by frequency.
+def make_pair(work: Path, target: Path, out: Path) -> None:
+    """Copy the target and the drafters.
 
     A drafter's window goes from config.json to speculation.json: vLLM with caches of one group, which this P-EAGLE
     needs there, takes no window but the target's.
     """
     shutil.copytree(target, out / "target", ignore=shutil.ignore_patterns("finished"), dirs_exist_ok=True)
-    shards = [shard for folder in data for shard in sorted(folder.glob("*.safetensors"))]
     for name, stage in PAIR.items():
         drafter, ignored = out / name, shutil.ignore_patterns("README.md")
         shutil.copytree(work / stage / "drafter", drafter, ignore=ignored, dirs_exist_ok=True)
@@ -226,7 +223,6 @@ def make_pair(work: Path, target: Path, data: Sequence[Path], out: Path) -> None
         kept = {key: value for key, value in config.items() if key not in WINDOW_FIELDS}
         (drafter / CONFIG).write_text(dumps(kept, indent=2), encoding="utf-8")
         (drafter / SPECULATION_FILE).write_text(dumps({WINDOW_KEY: WINDOW}, indent=1) + "\n", encoding="utf-8")
-        list_frequent_tokens(shards, drafter / FREQUENT_TOKENS)
 
 
 def install(work: Path) -> None:

@@ -12,7 +12,7 @@ import peagle.checkpoints
 import peagle.loading
 from drafter.propose import DFlash, Eagle3, PEagle
 from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_DIRECTORY, DEMO_EAGLE3
-from peagle.cli.run_speculate import EXAMPLE
+from peagle.cli.speculate import EXAMPLE
 from peagle.config import Drafts, EngineConfig
 from peagle.engine.auto.speculation import read_speculation
 from peagle.engine.host.inspection import step_programs

@@ -246,7 +246,11 @@ def test_only_files_that_are_needed_count(
 @pytest.mark.parametrize("address", ["https://huggingface.co/a/b", "hf.co/a/b/tree/main", "hf://a/b", "http://x.org/y"])
 def test_an_address_is_refused_with_the_name_in_it(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = "openai/gpt-oss-20b" if "x.org" in address else "a/b"
-    for command in (("info", address), ("info", "--download", address), ("generate", "--target", address, "Hi")):
+    for command in (
+        ("info", address),
+        ("info", "--download", address),
+        ("speculate", "-k", "0", "--target", address, "Hi"),
+    ):
         refused(run(capsys, *command), f"{address} is an address; expected a directory, or OWNER/NAME: {name}")
 
 

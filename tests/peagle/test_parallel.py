@@ -74,10 +74,9 @@ def test_more_devices_than_there_are_are_refused() -> None:
         (("--mesh", "ep=5"), "--mesh asks for ep=5, but the target has 8 experts; expected ep=1, 2, 4 or 8"),
         (("--mesh", "tp=3"), "needs 3 devices, and there "),
         (("--mesh", "3"), "--mesh is '3'; expected tp=N"),
-        (("--reduce", "psum"), "--reduce psum is given without --mesh"),
     ],
 )
-@pytest.mark.parametrize("command", ["speculate", "generate", "bench"])
+@pytest.mark.parametrize("command", ["speculate", "bench"])
 def test_a_bad_mesh_is_one_line(
     command: str, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,7 +97,7 @@ def test_a_bad_mesh_is_one_line(
         ("bench --mesh dp=2", "--mesh is 'dp=2', but peagle bench measures one replica; leave dp out"),
         ("cluster up --mesh dp=2", "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave"),
         (
-            "speculate --mesh dp=2 --slots 2 --coordinator 7000 --process-id 0 --num-processes 2 hello",
+            "speculate --mesh dp=2 --slots 2 --process 0/2@7000 hello",
             "--mesh is 'dp=2', but several processes run one replica of the target; peagle cluster up "
             "--decode N runs several; leave dp out",
         ),

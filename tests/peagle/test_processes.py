@@ -43,30 +43,30 @@ def test_other_bytes_are_no_message(data: bytes) -> None:
 
 
 def test_a_place_is_read() -> None:
-    assert parse_rendezvous(None, None, None) is None
-    assert parse_rendezvous("7000", 1, 2) == Rendezvous("127.0.0.1", 7000, 1, 2)
-    assert parse_rendezvous("[::1]:7000", 0, 4).address == "[::1]:7000"  # type: ignore[union-attr]
+    assert parse_rendezvous(None) is None
+    assert parse_rendezvous("1/2@7000") == Rendezvous("127.0.0.1", 7000, 1, 2)
+    assert parse_rendezvous("0/4@[::1]:7000").address == "[::1]:7000"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (("host:1", 0, None), "--num-processes is missing; expected --coordinator, --process-id, --num-processes"),
-        (("host", 0, 2), "--coordinator is 'host'; expected HOST:PORT"),
-        (("host:70000", 0, 2), "--coordinator is 'host:70000'"),
-        (("host:1", 0, 1), "--num-processes is 1; expected 2 or more"),
-        (("host:1", 2, 2), "--process-id is 2; expected 0..1"),
-        (("host:1", -1, 2), "--process-id is -1; expected 0..1"),
+        ("host:1", "expected I/N@HOST:PORT, as 0/2@127.0.0.1:7000"),
+        ("0/2@host", "expected I/N@HOST:PORT"),
+        ("-1/2@host:1", "expected I/N@HOST:PORT"),
+        ("0/2@host:70000", "expected a port of 1 to 65535"),
+        ("0/1@host:1", "expected 2 processes or more"),
+        ("2/2@host:1", "expected I from 0 to 1"),
     ],
 )
-def test_malformed_address_is_refused(typed: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        parse_rendezvous(*typed)
+def test_malformed_address_is_refused(typed: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(f"--process is {typed!r}; {message}")):
+        parse_rendezvous(typed)
 
 
 def test_several_processes_need_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--coordinator", "1", "--process-id", "0", "--num-processes", "2", "a"]) == 2
-    assert "--coordinator is given without --mesh" in capsys.readouterr().err
+    assert main(["speculate", "--process", "0/2@1", "a"]) == 2
+    assert "--process is given without --mesh" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 def start(
     started: list[subprocess.Popen[str]], port: int, process: int, *arguments: str, cwd: Path | None = None
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "peagle", *arguments, "--mesh", "tp=2"]
-    command += ["--coordinator", str(port), "--process-id", str(process), "--num-processes", "2"]
+    command = [sys.executable, "-m", "peagle", *arguments, "--mesh", "tp=2", "--process", f"{process}/2@{port}"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
     pipe = subprocess.PIPE
     started.append(
@@ -119,8 +118,8 @@ def test_two_processes_answer_as_one_does(directory: Path, started: list[subproc
 
 def test_a_process_that_dies_ends_the_other_with_a_line(directory: Path, started: list[subprocess.Popen[str]]) -> None:
     """At work, in a collective that will never end."""
-    command = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7", "-n", "100000", "--ignore-eos"]
-    command += ["--context", "100010"]
+    command = ["speculate", "-k", "0", "--target", str(directory), "--prompt-ids", "5,6,7", "-n", "100000"]
+    command += ["--ignore-eos", "--context", "100010"]
     port = free_port()
     worker, coordinator = (start(started, port, process, *command) for process in (1, 0))
     assert coordinator.stdout is not None
@@ -137,7 +136,7 @@ def test_a_process_that_dies_ends_the_other_with_a_line(directory: Path, started
 
 def test_processes_that_differ_do_not_begin(directory: Path, started: list[subprocess.Popen[str]]) -> None:
     line = "process 1 of 2 differs from process 0: --max-new-tokens 4 (process 0: 5); expected the same version"
-    command = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7"]
+    command = ["speculate", "-k", "0", "--target", str(directory), "--prompt-ids", "5,6,7"]
     port = free_port()
     worker, coordinator = start(started, port, 1, *command, "-n", "4"), start(started, port, 0, *command, "-n", "5")
     for process in (coordinator, worker):
@@ -156,7 +155,7 @@ def test_a_shard_that_one_process_lacks_ends_all_with_a_line(
         write_target(tmp_path / place / "t", CONFIG, tensors, mxfp4=True, shard_bytes=100_000)
     missing = max((tmp_path / "1" / "t").glob("*.safetensors"))
     missing.unlink()
-    port, command = free_port(), ("generate", "--target", "t", "--prompt-ids", "5,6,7", "-n", "4")
+    port, command = free_port(), ("speculate", "-k", "0", "--target", "t", "--prompt-ids", "5,6,7", "-n", "4")
     worker, coordinator = (start(started, port, process, *command, cwd=tmp_path / str(process)) for process in (1, 0))
     line = f"t/model.safetensors.index.json names the shard {missing.name!r}, but there is no such file; fetch it again"
     for process, of in ((coordinator, "process 1 of 2: "), (worker, "")):

@@ -16,7 +16,7 @@ FAR_S = 600  # a process that has not ended by then never will
 TOY_PROCESS = """
 import sys
 import peagle.cli.processes
-import peagle.cli.run_speculate
+import peagle.cli.speculate
 from peagle.cli import main
 from tests.support.pairs import toy_pair
 peagle.cli.processes.load_models = lambda *a, **b: toy_pair(None)

@@ -218,7 +218,6 @@ def commands(plan: Plan, verdict: Verdict, for_workload: bool) -> list[str]:
     for option, value, default in (
         ("--dtype", plan.dtype, None),
         ("--experts", plan.experts, "auto"),
-        ("--kernels", plan.kernels, "auto"),
     ):
         target += [option, str(value)] * (value != default)
     prompt = ["--raw-prompt"] * (for_workload and verdict.workload.raw)
@@ -226,7 +225,7 @@ def commands(plan: Plan, verdict: Verdict, for_workload: bool) -> list[str]:
         prompt += ["--temperature", f"{verdict.workload.temperature:g}"]
     row = verdict.fastest
     if row is None or not verdict.gains:
-        return [_command("generate", *target, *prompt, "your prompt")]
+        return [_command("speculate", *target, "-k", "0", *prompt, "your prompt")]
     variant = row.variant
     drafter = ["--drafter", str(variant.drafter), "-k", str(variant.k)]
     for option, value in (("--draft-vocab", variant.draft_vocab), ("--drafter-window", variant.drafter_window)):

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from peagle.config import AUTO, MAX_NUM_DRAFTS, Drafts, EngineConfig, SamplingParams
 from peagle.ops.errors import InputError
@@ -79,7 +79,6 @@ class Plan:
     repeats: int
     max_new_tokens: int
     max_prompt_tokens: int | None
-    too_long: Literal["skip", "error"]  # leave longer prompts out, or refuse them
     buckets: tuple[int, ...]  # prompt tokens at which a new bucket begins
     seed: int
     dtype: str | None
@@ -88,7 +87,6 @@ class Plan:
     template: str = ""  # sha256 of the target's chat template and tokenizer
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of "target", of each "drafter NAME"
     in_a_row: int = 1  # requests that a variant decodes before the next variant's turn
-    special_tokens: bool = False  # special tokens spelled in raw text are control tokens
     aux_layer_ids: tuple[int, ...] | None = None  # for every drafter with weights; None: by its config.json
     concurrencies: tuple[int, ...] = ()  # with each number of slots, variants also decode all requests at once
     drafter_windows: tuple[str | None, ...] = (None,)
@@ -100,8 +98,6 @@ class Plan:
             raise InputError(f"-n is {self.max_new_tokens}; expected 2 or more: a speed needs two tokens")
         if self.in_a_row < 1:
             raise InputError(f"--in-a-row is {self.in_a_row}; expected 1 or more requests")
-        if self.special_tokens and True not in self.raw:
-            raise InputError("--special-tokens applies to raw text only; give --render raw, too, or leave it out")
         if any(not 0 <= t < float("inf") for t in self.temperatures):
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):

@@ -61,7 +61,7 @@ def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], pro
     """Make and store the requests of every source and rendering, and the prompts left out.
 
     Conversations that the folder holds are kept. sets: prompts by a source's name. Raises InputError for a
-    conversation that cannot be rendered, and for a prompt that is too long unless `Plan.too_long` skips it.
+    conversation that cannot be rendered.
     """
     plan = folder.plan
     stored = {(known.prompts, known.raw, known.row): known for known in folder.conversations()}
@@ -102,7 +102,7 @@ def _conversation(
     if turns < num_turns(source, False, prompts):
         why = f"{prompts.name}: raw text has one turn; the {prompts.num_requests - 1} after it"
     used = dataclasses.replace(prompts, turns=prompts.turns[:turns])
-    rendering = Rendering(raw=raw, special_tokens=raw and plan.special_tokens)
+    rendering = Rendering(raw=raw)
     longest = min(plan.max_prompt_tokens or pair.max_positions, pair.max_positions - 1)
     for turn in range(turns):
         try:
@@ -114,8 +114,6 @@ def _conversation(
             break
         if len(prompt_ids) > longest:
             why = f"{prompts.name}, turn {turn + 1}, has {len(prompt_ids)} tokens; expected at most {longest}"
-            if plan.too_long == "error":
-                raise InputError(f"{why}: leave it out with --too-long skip")
             break
         request = pair.request(used, answers, rendering, max_new_tokens=plan.max_new_tokens)
         requests.append(SweepRequest(source.name, raw, first + turn, row, turn, prompts.category, request.prompt_ids))

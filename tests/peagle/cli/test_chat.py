@@ -73,10 +73,6 @@ def test_the_second_turn_sees_the_first_until_reset_and_exit_ends_it(chat: Chat,
 def test_options_are_those_of_speculate(chat: Chat, toy: Pair) -> None:
     (whole,) = answers(toy, "Hi", system="Be brief.", temperature=1.0, seed=4)
     options = ("--system", "Be brief.", "--temperature", "1", "--seed", "4")
-    code, out, err = chat(b"Hi\n", *options, "--stop", whole[4:6], "--baseline")
-    assert (code, out) == (0, f"{whole[: whole.index(whole[4:6])]}\n")
-    assert "finish: stop" in err
-    assert "speed-up" in err
     code, out, err = chat(b"Hi\n", *options, "--quiet", "-k", "0")  # beside --drafter
     assert (code, out) == (0, f"{whole}\n")
     assert err == "peagle: warning: --drafter: no effect with -k 0, plain decoding\n"
@@ -129,8 +125,6 @@ def test_context_without_room_for_a_message_is_refused(chat: Chat) -> None:
         (("-k", "many"), "-k is 'many'; expected a number of drafted tokens, auto, or auto:N"),
         (("-n", "0"), "-n is 0"),
         (("--context", "100000"), "--context is 100000; expected 2.."),
-        (("--stop", ""), "stop string 1 of 1 is empty"),
-        (("--date", "today"), "--date is 'today'"),
         (("--temperature", "-1"), "--temperature is -1"),
     ):
         refused(chat(b"Hi\n", *options), message)

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from peagle.cli import run_speculate
 from peagle.cli.display import Display
-from peagle.cli.results import speedup_text
 from peagle.engine.auto.costs import CostTable
 from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.text.tokenizer import Tokenizer, detokenize
 from peagle.workflows.run import MOST_ROUNDS, Observer, RunConfig, run
+from peagle.workflows.run_report import speedup_text
 from tests.support.commands import Captured, last_of_each, refused
 from tests.support.pairs import SPECIALS, Directories, toy_pair
 from tests.support.terminal import ROOT, TOY_PROCESS
@@ -92,7 +91,6 @@ def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyP
     [
         (["--top-p", ".9", "--seed", "3"], "--top-p, --seed: no effect at temperature 0"),
         (["--top-k", "3", "--min-p", ".1"], "--top-k, --min-p: no effect at temperature 0"),
-        (["--synthetic-acceptance", ".5", "--seed", "3"], None),
         (["--presence-penalty", "1", "--reasoning-effort", "low", "--date", "2024-01-01"], None),
         (["--raw-prompt", "--date", "2024-01-01"], "--date: no effect, since raw prompts do not show it"),
     ],
@@ -120,7 +118,7 @@ def test_stop_strings_end_every_answer_and_the_json_says_which(cli: Run, toy: Pa
     for request in json.loads(out.read_text())["requests"]:
         assert (request["stop"], request["text"], request["finish_reason"]) == ([stop, "never said"], cut, "stop")
         assert request["baseline"]["output_ids"] == request["output_ids"]
-    code, said, _ = cli("generate", "--logprobs", "1", *options, "Hi")
+    code, said, _ = cli("speculate", "-k", "0", "--logprobs", "1", *options, "Hi")
     assert (code, said) == (0, f"{cut}\n")
     (plain,) = json.loads(out.read_text())["requests"]
     assert plain["output_ids"] == request["output_ids"]
@@ -130,7 +128,7 @@ def test_stop_strings_end_every_answer_and_the_json_says_which(cli: Run, toy: Pa
 def test_generate_is_plain_and_says_the_same_and_quiet_is_the_text_alone(cli: Run) -> None:
     code, speculated, err = cli(*SPECULATE, "--quiet", "Hi")
     assert (code, err) == (0, "")
-    code, out, err = cli("generate", "-n", "12", "Hi")
+    code, out, err = cli("speculate", "-k", "0", "-n", "12", "Hi")
     assert (code, out) == (0, speculated)
     assert "acceptance" not in err
 
@@ -142,7 +140,7 @@ def test_quietly_nothing_is_compared_unless_the_json_shows_it(cli: Run, monkeypa
         compared.append(config.baseline)
         return run(pair, conversations, config, observer)
 
-    monkeypatch.setattr(run_speculate, "run", spy)
+    monkeypatch.setattr("peagle.workflows.run.run", spy)
     cli(*SPECULATE, "--quiet", "Hi")
     answered(cli, *SPECULATE, "--quiet", "Hi")
     assert compared == [False, True]
@@ -225,17 +223,17 @@ def test_sampling_options_reach_the_engine(cli: Run) -> None:
         value = answered(cli, *typed, "-n", "40", "--prompt-ids", "50")
         return value["config"], value["requests"][0]["output_ids"]
 
-    config, plain = answer("generate", *options)
+    config, plain = answer("speculate", "-k", "0", *options)
     assert {name: config[name] for name in sampling} == sampling
     assert config["logit_bias"] == [[51, -100], [60, 2]]
-    assert answer("generate")[1][0] == 51
+    assert answer("speculate", "-k", "0")[1][0] == 51
     assert 51 not in plain
     assert answer("speculate", "--drafter", "ngram", "-k", "3", *options)[1] == plain
 
 
 def test_a_grammar_binds_the_answer(cli: Run, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"enum": ["mean", 12]}', "utf-8-sig")
-    plain = ("generate", "--regex", '"mean"|12')
+    plain = ("speculate", "-k", "0", "--regex", '"mean"|12')
     drafted = ("speculate", "--drafter", "ngram", "-k", "3", "--json-schema", str(tmp_path / "schema.json"))
     for command, kind in ((plain, "regex"), (drafted, "json_schema")):
         value = answered(cli, *command, "-n", "20", "hello")
@@ -244,21 +242,21 @@ def test_a_grammar_binds_the_answer(cli: Run, tmp_path: Path) -> None:
 
 
 def test_logprobs_are_in_the_json(cli: Run) -> None:
-    (request,) = answered(cli, "generate", "-n", "4", "--logprobs", "2", "--prompt-ids", "50")["requests"]
+    (request,) = answered(cli, "speculate", "-k", "0", "-n", "4", "--logprobs", "2", "--prompt-ids", "50")["requests"]
     assert [token["id"] for token in request["logprobs"]] == request["output_ids"]
     likeliest = [[token["id"], token["logprob"]] for token in request["logprobs"]]
     assert [token["top"][0] for token in request["logprobs"]] == likeliest
 
 
 def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
-    code, out, err = cli("generate", "-n", "4", "--logprobs", "2", "Hi")
+    code, out, err = cli("speculate", "-k", "0", "-n", "4", "--logprobs", "2", "Hi")
     assert code == 0
     lines = err.splitlines()
     first = lines.index("log-probability, token | most likely tokens") + 1
     tokens = [line.partition(" | ")[0].split(maxsplit=1)[1].strip() for line in lines[first : first + 4]]
     assert "".join(map(ast.literal_eval, tokens)) == out.removesuffix("\n")
     assert all(line.partition(" | ")[2].count(", ") >= 1 for line in lines[first : first + 4])
-    ids = cli("generate", "-n", "4", "--logprobs", "2", "--prompt-ids", "50", pair=toy_pair(None))[2]
+    ids = cli("speculate", "-k", "0", "-n", "4", "--logprobs", "2", "--prompt-ids", "50", pair=toy_pair(None))[2]
     assert "log-probability" in ids
 
 
@@ -326,7 +324,7 @@ def test_text_at_standard_input_is_not_ignored_in_silence(
         os.pipe() if kind == "pipe" else (os.open(tmp_path / "file", os.O_RDONLY), os.open(os.devnull, 1))
     )
     os.write(writing, held)
-    monkeypatch.setattr(run_speculate, "EXAMPLE", "Hi")
+    monkeypatch.setattr("peagle.cli.speculate.EXAMPLE", "Hi")
     with os.fdopen(writing, "wb"), os.fdopen(reading) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
         assert ("standard input holds text" in cli(*SPECULATE)[2]) is told
@@ -334,7 +332,7 @@ def test_text_at_standard_input_is_not_ignored_in_silence(
 
 
 def test_no_prompt_runs_the_built_in_example(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_speculate, "EXAMPLE", "Hi\n\nyou")  # the toy has a token for each byte
+    monkeypatch.setattr("peagle.cli.speculate.EXAMPLE", "Hi\n\nyou")  # the toy has a token for each byte
     code, out, err = cli(*SPECULATE)
     assert code == 0
     assert out
@@ -389,7 +387,7 @@ def test_speculation_and_plain_decoding_of_a_real_pair_agree(real: Run, director
     """From files to text, both commands; the second one also says how likely each token was."""
     common = ("--target", str(directories.target), "-n", "24", "--ignore-eos", "hello")
     (fast,) = answered(real, "speculate", "--drafter", str(directories.drafter), "-k", "3", *common)["requests"]
-    (plain,) = answered(real, "generate", "--logprobs", "3", *common)["requests"]
+    (plain,) = answered(real, "speculate", "-k", "0", "--logprobs", "3", *common)["requests"]
     assert fast["output_ids"] == plain["output_ids"] == fast["baseline"]["output_ids"]
     assert fast["text"] == plain["text"]
     assert [token["top"][0][0] for token in plain["logprobs"]] == plain["output_ids"]
@@ -412,7 +410,7 @@ def test_a_profiler_that_fails_costs_no_answer(cli: Run, tmp_path: Path, monkeyp
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    arguments = ("generate", "--target", "toy", "--prompt-ids", "50", "-n", "300", "-q")
+    arguments = ("speculate", "-k", "0", "--target", "toy", "--prompt-ids", "50", "-n", "300", "-q")
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-c", LOOKED_AT + TOY_PROCESS, *arguments]
     with subprocess.Popen(command, cwd=ROOT, **pipes) as running:
@@ -424,17 +422,3 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         running.stdin.close()
         assert running.stderr.read() == b""
         assert running.wait() == 141
-
-
-def test_synthetic_acceptance_is_marked_wherever_it_shows(cli: Run, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    arguments = ("speculate", "--drafter", "ngram", "a", "-k", "3", "--synthetic-acceptance")
-    code, _, error = cli(*arguments, "0.9", "-n", "64", "--json", str(out))
-    assert code == 0
-    assert "SYNTHETIC" in error
-    document = json.loads(out.read_text())
-    assert document["config"]["synthetic_acceptance"] == pytest.approx([0.9, 0.81, 0.729])
-    assert document["requests"][0]["baseline"]["first_divergence"] is None
-    assert document["summary"]["acceptance_length"] > 2  # drawn: an n-gram drafter starts slower
-    refused(cli(*arguments, "much"), "expected rates")
-    refused(cli(*arguments, "0.5,0.4"), "2 rates for K = 3")

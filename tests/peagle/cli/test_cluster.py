@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.cluster import Up
+from peagle.cli.cluster import Up, served, start_fleet
 from peagle.cli.command import build_command
-from peagle.cli.run_cluster import served, start_fleet
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.ops.errors import InputError
 from tests.support.commands import all_refused
 from tests.support.pairs import Directories
 
 OWN = {
-    "served_model_name", "prefill", "decode", "max_prefill", "max_decode", "busy", "scale_up", "scale_down",
-    "max_queue", "response_store", "response_ttl", "drain", "num_cpus", "num_gpus", "hosts",
+    "served_model_name", "prefill", "decode", "max_prefill", "max_decode", "busy",
+    "max_queue", "response_store", "drain", "num_cpus", "num_gpus", "hosts",
 }  # fmt: skip
 
 
@@ -39,15 +38,13 @@ def test_replicas_are_told_absolute_paths_and_to_draft_by_auto(
     assert (config.load.target, config.load.drafter) == (str(directories.target), str(directories.drafter))
     assert (config.prefill, config.decode, config.engine.context, config.served_model_name) == (1, 2, 90, "target")
     assert config.engine.num_speculative_tokens == "auto"
-    scaled = fleet(max_decode=3, busy=2, scale_up=4.0, scale_down=8.0)
-    assert (scaled.max_decode, scaled.busy, scaled.scale_up, scaled.scale_down) == (3, 2, 4, 8)
+    scaled = fleet(max_decode=3, busy=2)
+    assert (scaled.max_decode, scaled.busy) == (3, 2)
     assert fleet().hosts == ["127.0.0.1"]  # no keys: pages of other names are kept out
     assert fleet(host="0.0.0.0").hosts is None
     demo = fleet(num_speculative_tokens="0")
     assert (demo.load.target, demo.load.drafter, demo.engine.num_speculative_tokens) == ("demo", None, 0)
-    assert [fleet(prefix_cache=typed).engine.prefix_cache for typed in ("auto", "on", "off", "1MB")] == [
-        "on", "on", "off", 1_000_000
-    ]  # fmt: skip
+    assert [fleet(prefix_cache=typed).engine.prefix_cache for typed in ("on", "off", "1MB")] == ["on", "off", 1_000_000]
 
 
 def test_replicas_are_told_where_a_repository_lies_and_clients_its_name(cached_target: Path) -> None:

@@ -50,7 +50,7 @@ def test_it_is_one_line(command: str, environment: dict[str, str], lines: list[s
 def test_a_module_of_the_users_in_place_of_ours_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text("")
     says = f"/{name}.py is imported in place of peagle's own package {name}; rename it"
-    code, error = run(f"cd {tmp_path}; PYTHON -m peagle generate Hi", PYTHONPATH=str(ROOT))
+    code, error = run(f"cd {tmp_path}; PYTHON -m peagle speculate -k 0 Hi", PYTHONPATH=str(ROOT))
     assert code == 2
     assert error.count("\n") == 1
     assert says in error
@@ -60,7 +60,7 @@ def test_a_module_of_the_users_in_place_of_ours_is_named(name: str, tmp_path: Pa
 
 
 def test_draws_do_not_depend_on_jaxs_default_generator() -> None:
-    command = "PYTHON -m peagle generate -n 8 --prompt-ids 1,2 --temperature 1 --seed 3 --quiet --json - >&2"
+    command = "PYTHON -m peagle speculate -k 0 -n 8 --prompt-ids 1,2 --temperature 1 --seed 3 --quiet --json - >&2"
     answers = [run(command, JAX_DEFAULT_PRNG_IMPL=name) for name in ("threefry2x32", "rbg")]
     (first, second) = (json.loads(error)["requests"][0]["output_ids"] for _, error in answers)
     assert first == second
@@ -80,6 +80,6 @@ def test_ctrl_c_while_the_process_ends_shows_no_traceback() -> None:
 
 
 def test_compiled_programs_run_whatever_jax_disable_jit_says() -> None:
-    code, error = run("PYTHON -m peagle generate -n 2 --prompt-ids 1,2", JAX_DISABLE_JIT="1")
+    code, error = run("PYTHON -m peagle speculate -k 0 -n 2 --prompt-ids 1,2", JAX_DISABLE_JIT="1")
     assert code == 0
     assert "JAX_DISABLE_JIT is ignored" in error

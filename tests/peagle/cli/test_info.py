@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import peagle.cli.run_info
+import peagle.workflows.inspection
 from drafter.load import weight_bytes as drafter_weight_bytes
 from peagle.loading import load
 from peagle.ops.kernels import for_weights
@@ -76,7 +76,7 @@ def test_info_refuses_a_target_as_loading_does(real: Run, directories: Directori
     ):
         target = str(copy_changed(directories.target, tmp_path / str(number), {}, tensors))
         refused(real("info", target), says)
-        refused(real("generate", "--target", target, "--prompt-ids", "1"), says)
+        refused(real("speculate", "-k", "0", "--target", target, "--prompt-ids", "1"), says)
 
 
 def test_a_drafter_that_takes_its_targets_embedding_has_its_width(
@@ -118,7 +118,7 @@ def test_info_says_where_stop_tokens_come_from_and_warns(real: Run, directories:
     assert f"{STOP}, by tokenizer_config.json" in real("info", str(target))[1]
     (target / "tokenizer.json").unlink()
     assert "WARNING: no stop token" in real("info", str(target))[1]
-    code, _, err = real("generate", "--target", str(target), "--prompt-ids", "5,6", "-n", "2", "-q")
+    code, _, err = real("speculate", "-k", "0", "--target", str(target), "--prompt-ids", "5,6", "-n", "2", "-q")
     assert (code, err.count("\n")) == (0, 1)
     assert err.startswith("peagle: warning: ")
     assert "no stop token" in err
@@ -166,7 +166,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
     free = 1_000_000
     options: dict[str, Any] = {"dtype": jnp.dtype(jnp.bfloat16), "implementation": for_weights()}
     weights = weight_bytes(directories.target, **options) + drafter_weight_bytes(directories.drafter, **options)
-    monkeypatch.setattr(peagle.cli.run_info, "available_memory_bytes", lambda: weights + free)
+    monkeypatch.setattr(peagle.workflows.inspection, "available_memory_bytes", lambda: weights + free)
     for role in ("prefill", "decode", "both"):
         typed = ("info", str(directories.target), str(directories.drafter), "--role", role, "--context", "300")
         code, out, _ = real(*typed, "--slots", "3")
@@ -177,7 +177,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
         assert f"{sum(memory.num_bytes) / 1e3:.1f} kB bfloat16" in out
         filled = pair.engine(dataclasses.replace(config, kv_memory=free)).memory
         assert f"{filled.page_use.num_tokens:,} in the memory that the weights leave now (bfloat16)\n" in out
-    monkeypatch.setattr(peagle.cli.run_info, "available_memory_bytes", lambda: weights)
+    monkeypatch.setattr(peagle.workflows.inspection, "available_memory_bytes", lambda: weights)
     assert "0 in the memory" in (out := real(*typed)[1])
     assert "; too few for one request of 300" in out
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-import peagle.cli.run_parity
+import peagle.fit
 from peagle.cli import main
 from peagle.cli.display import Display
 from tests.support.commands import last_of_each
 from tests.support.pairs import press_ctrl_c_at
 from tests.support.terminal import CTRL_C, IN_A_CALLBACK, TOY_PROCESS, Terminal
 
-GENERATE = ("generate", "--target", "toy", "--prompt-ids", "50", "-n", "380")
+GENERATE = ("speculate", "-k", "0", "--target", "toy", "--prompt-ids", "50", "-n", "380")
 SPECULATE = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "380", "-k", "1")
 
 
@@ -35,9 +35,9 @@ def test_the_second_ends_it_at_once_whatever_it_is_doing() -> None:
 
 
 def test_waiting_for_a_person_to_type_is_left_at_once() -> None:
-    code = "import peagle.cli.run_speculate as run\nread = run._read_standard_input\n"
+    code = "import peagle.cli.speculate as run\nread = run._read_standard_input\n"
     code += "run._read_standard_input = lambda: (print('type', flush=True), read())[1]\n"
-    with Terminal(code + TOY_PROCESS, "generate", "--target", "demo", "-") as terminal:
+    with Terminal(code + TOY_PROCESS, "speculate", "-k", "0", "--target", "demo", "-") as terminal:
         terminal.wait_for(b"type")
         terminal.press(CTRL_C)
         assert terminal.end() == 130
@@ -70,6 +70,6 @@ def test_what_is_done_before_anything_looks_ends_with_130_too(
 
 def test_parity_ends_before_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: pytest.fail("it loads"))
-    press_ctrl_c_at(monkeypatch, peagle.cli.run_parity, "check_fit")
+    press_ctrl_c_at(monkeypatch, peagle.fit, "check_fit")
     assert main(["parity"]) == 130
     assert capsys.readouterr().out == ""

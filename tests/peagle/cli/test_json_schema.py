@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.results import dumps, report, trace_lines
 from peagle.config import EngineConfig
 from peagle.engine.auto.speculation import Speculation
 from peagle.measure.provenance import TUNING, provenance, tuning
@@ -15,6 +14,7 @@ from peagle.ops import jax_workaround
 from peagle.pair import Pair, RequestOptions
 from peagle.text.prompts import Conversation, from_ids
 from peagle.workflows.run import Outcome, Run, RunConfig, run
+from peagle.workflows.run_report import dumps, report, trace_lines
 from scripts import runs
 from tests.support.pairs import MAX_POSITIONS
 

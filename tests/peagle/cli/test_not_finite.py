@@ -142,18 +142,17 @@ def test_a_drafters_outputs_are_looked_at_as_well(sampling: SamplingParams) -> N
     assert error.startswith("the drafter's logits for token 1 of the answer to prompt 0 are not finite; expected")
 
 
-@pytest.mark.parametrize("command", ["generate", "speculate"])
+@pytest.mark.parametrize("k", ["0", "3"])
 def test_the_command_says_so_in_a_line(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    k: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair = toy_pair(None)
     broken = dataclasses.replace(pair.target, table=pair.target.table.at[60:].set(jnp.nan))  # type: ignore[attr-defined, type-var]
     pair = dataclasses.replace(pair, target=broken, plain_target=broken)
     monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
-    drafter = ["--drafter", "ngram", "-k", "2"] if command == "speculate" else []
-    arguments = [command, "--target", "toy", *drafter, "--prompt-ids", "70", "-n", "8", "--json", "-"]
-    result = run(capsys, *arguments, *(["--logprobs", "1"] if command == "generate" else []))
-    refused(result, "error: the target's logits for token 0 of the answer to --prompt-ids are not")
+    drafter = ["--drafter", "ngram"] if k != "0" else ["--logprobs", "1"]
+    arguments = ["speculate", "-k", k, "--target", "toy", *drafter, "--prompt-ids", "70", "-n", "8", "--json", "-"]
+    refused(run(capsys, *arguments), "error: the target's logits for token 0 of the answer to --prompt-ids are not")
 
 
 def test_log_probabilities_of_what_cannot_be_are_null(
@@ -165,8 +164,8 @@ def test_log_probabilities_of_what_cannot_be_are_null(
     certain = dataclasses.replace(pair.target, table=table)  # type: ignore[type-var]
     pair = dataclasses.replace(pair, target=certain, plain_target=certain)
     monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
-    arguments = ["generate", "--target", "toy", "--prompt-ids", "70", "-n", "2", "--logprobs", "2", "--json", "-"]
-    assert main(arguments) == 0
+    arguments = ["speculate", "-k", "0", "--target", "toy", "--prompt-ids", "70", "-n", "2", "--logprobs", "2"]
+    assert main([*arguments, "--json", "-"]) == 0
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")

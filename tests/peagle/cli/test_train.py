@@ -26,7 +26,6 @@ GIVEN = Train(
         init="d",
         aux_layer_ids=(1, 2),
         kind="eagle-3",
-        autoregressive=True,
         layers=2,
         hidden_size=8,
         heads=4,
@@ -63,9 +62,7 @@ GIVEN = Train(
     evaluate_every=5,
     evaluate_prompts=6,
     held_out=0.25,
-    strict=True,
     num_speculative_tokens=5,
-    dialect="speculators",
     resume=True,
     quiet=True,
 )

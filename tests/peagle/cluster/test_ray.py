@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 import peagle
-from peagle.cli.run_cluster import LOOPBACK_ALONE
+from peagle.cli.cluster import LOOPBACK_ALONE
 from peagle.cluster.config import FleetConfig
 from peagle.config import EngineConfig, LoadConfig
 from peagle.engine.request import Request

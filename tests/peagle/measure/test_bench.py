@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import peagle.cli.processes
-import peagle.cli.run_bench
 import peagle.loading
 import peagle.measure.bench
 from peagle.engine.host.collect import Emitted
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.scheduler import Steps
+import peagle.workflows.bench_report
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import load
@@ -335,7 +335,7 @@ def run(capsys: pytest.CaptureFixture[str], directories: Directories) -> Run:
 
 
 def test_json_has_every_key(run: Run) -> None:
-    code, out, err = run(*ARGUMENTS, "--prefill-chunk", "all", "--ffn-blocks", "4", "--json", "-")
+    code, out, err = run(*ARGUMENTS, "--prefill-chunk", "all", "--json", "-")
     value = json.loads(out)
     assert code == 0
     assert "verify 2 @ 6" in err  # the table, since standard output is taken
@@ -357,7 +357,7 @@ def test_json_has_every_key(run: Run) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
 def test_bytes_are_those_in_memory(directories: Directories, kernels: Any) -> None:
     pair = load(directories.target, None, kernels=kernels)
-    weights = peagle.cli.run_bench.weight_bytes(pair)
+    weights = peagle.workflows.bench_report.weight_bytes(pair)
     params = pair.plain_target.params  # type: ignore[attr-defined]
     everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert weights.dense + weights.experts + params.embedding.nbytes == everything
@@ -453,7 +453,6 @@ REFUSED = [
     ("-k 2 --drafter absent", "absent does not exist"),
     ("--drafter ngram", "--drafter is given without -k"),
     ("--repeats 0", "--repeats is 0"),
-    ("--ffn-blocks 0", "--ffn-blocks is 0"),
     ("--context 381", f"tg 3 .*takes 385 positions.*at most {MAX_POSITIONS}, the target's"),
     ("-p 385", f"pp 385.*at most {MAX_POSITIONS}"),
     ("-t 379", "verify 379.*385"),
@@ -461,7 +460,6 @@ REFUSED = [
     ("--json no/such/folder/x", "--json.*cannot be written"),
     ("--markdown /", "--markdown / cannot be written"),
     ("--experts huge", "huge"),
-    ("--kernels fast", "fast"),
 ]
 
 

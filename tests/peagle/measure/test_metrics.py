@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.cli.results import summary_lines
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.metrics import (
@@ -21,6 +20,7 @@ from peagle.measure.metrics import (
 )
 from peagle.result import Assembler, Counters, Result, loop_grams
 from peagle.workflows.run import Outcome, Run
+from peagle.workflows.run_report import summary_lines
 from tests.support.pairs import ByteTokenizer
 
 REQUEST = Request((7, 8), max_new_tokens=100)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import peagle.cli.run_serve
+import peagle.cli.serve
 from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.ops.files import locked
@@ -304,8 +304,8 @@ def test_two_runs_do_not_write_one_output(run: Any, out: Path) -> None:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Path) -> Any:
     pair = toy_pair(tokenizer)
-    monkeypatch.setattr(peagle.cli.run_serve, "load_pair", lambda *_: pair)
-    monkeypatch.setattr(peagle.cli.run_serve, "_warm_up", lambda *_: None)  # takes longer than all the answers
+    monkeypatch.setattr("peagle.cli.models.load_pair", lambda *_: pair)
+    monkeypatch.setattr(peagle.cli.serve, "_warm_up", lambda *_: None)  # takes longer than all the answers
     source = tmp_path / "in.jsonl"
 
     def start(lines: list[str], *options: str) -> int:

@@ -40,7 +40,7 @@ from peagle.workflows.parity import (
     with_all_tokens,
 )
 from target.params import TargetParams
-from tests.support.commands import all_refused, refused, run
+from tests.support.commands import all_refused, run
 from tests.support.drafters import random_params
 from tests.support.pairs import TARGET, Directories, edit_json
 
@@ -66,7 +66,6 @@ def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], t
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "parity.json"
     prompts.write_bytes(HELD_OUT.read_bytes() + b'{"prompt": ""}\n')
     command = ["parity", *FEW, "--prompts", str(prompts)]
-    refused(run(capsys, *command, "--strict"), "is empty")
     code, lines, _ = run(capsys, *command, "--json", str(out))
     assert code == 0, lines
     (row,) = json.loads(out.read_text())["skipped"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import peagle.cli.run_sweep
+import peagle.loading
 from peagle.cli import main
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
@@ -56,7 +56,7 @@ SWEPT = "-k 3,1 --num-prompts 8 --repeats 2 -n 24"
 def load_in_place(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     """Load this pair in place of whatever is named."""
     for name in ("load", "with_drafter"):
-        monkeypatch.setattr(peagle.cli.run_sweep, name, lambda *_, **__: pair)
+        monkeypatch.setattr(peagle.loading, name, lambda *_, **__: pair)
 
 
 @dataclasses.dataclass(frozen=True)

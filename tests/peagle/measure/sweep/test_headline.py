@@ -196,11 +196,11 @@ def test_workloads_have_their_names_and_raw_text_is_told_if_nothing_else_was_mea
     ("speedup", "plan", "expected"),
     [
         (SURE, {}, "speculate --target demo --drafter demo -k 3 --raw-prompt 'your prompt'"),
-        (SLOW, {}, "generate --target demo --raw-prompt 'your prompt'"),
+        (SLOW, {}, "speculate --target demo -k 0 --raw-prompt 'your prompt'"),
         (
             SURE,
             {"target": "my target", "dtype": "bfloat16", "kernels": "xla", "aux_layer_ids": [0, 2, 3]},
-            "speculate --target 'my target' --dtype bfloat16 --kernels xla --drafter demo -k 3 --aux-layer-ids 0,2,3",
+            "speculate --target 'my target' --dtype bfloat16 --drafter demo -k 3 --aux-layer-ids 0,2,3",
         ),
     ],
 )

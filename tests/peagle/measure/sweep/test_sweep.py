@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import peagle.cli.run_sweep
 import peagle.measure.sweep.runner
 from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.cli import main
@@ -29,7 +28,6 @@ from peagle.measure.sweep.store import CONVERSATIONS, PROMPTS, RAW, RUN, Folder,
 from peagle.ops.errors import InputError
 from peagle.ops.files import locked
 from peagle.pair import Pair
-from peagle.text.tokenizer import Tokenizer
 from tests.peagle.measure.sweep.runs import (
     SMALL,
     SWEPT,
@@ -42,7 +40,7 @@ from tests.peagle.measure.sweep.runs import (
     shared_pair,
 )
 from tests.support.commands import words
-from tests.support.pairs import SPECIALS, press_ctrl_c_at
+from tests.support.pairs import press_ctrl_c_at
 from tests.support.toys import costs
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -161,7 +159,7 @@ def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
 
 
 def test_drafters_workloads_and_windows_stand_side_by_side(lab: Lab) -> None:
-    lab.monkeypatch.setattr("peagle.cli.run_sweep.check_fit", lambda *_: ())
+    lab.monkeypatch.setattr("peagle.fit.check_fit", lambda *_: ())
     for name in ("one", "two"):
         (lab.root / name).mkdir()
     drafters = f"--drafter {lab.root / 'one'},{lab.root / 'two'} --drafter-window 128,off"
@@ -264,7 +262,7 @@ def test_ctrl_c_keeps_the_decoded_requests(lab: Lab) -> None:
 
 def test_a_run_that_had_not_read_its_prompts_goes_on_too(lab: Lab) -> None:
     with lab.monkeypatch.context() as patch:
-        patch.setattr("peagle.cli.run_sweep.make_requests", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr("peagle.measure.sweep.runner.make_requests", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             lab.sweep()
     assert not (lab.out / PROMPTS).exists()
@@ -285,13 +283,6 @@ def test_answers_to_earlier_turns_are_not_decoded_again(lab: Lab) -> None:
     assert len(decoded) == 2 + 6 * 2, "the second conversation's two answers, then everything"
     assert (lab.out / PROMPTS).read_text() == (lab.root / "whole" / PROMPTS).read_text()
     assert not (lab.out / CONVERSATIONS).exists()
-
-
-def test_a_refusal_loses_no_decoded_answer(lab: Lab) -> None:
-    prompt_file(lab.root, {"turns": ["a", "b"]}, {"prompt": "f" * 400})
-    errors = lab.sweep("--render chat --max-prompt-tokens 300 --too-long error", code=2)
-    assert "expected at most 300" in errors
-    assert [len(conversation.requests) for conversation in lab.folder.conversations()] == [2]
 
 
 def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anything_is_decoded(lab: Lab) -> None:
@@ -329,8 +320,8 @@ def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(lab: Lab) -> N
             return pair
         raise InputError("its weights are damaged")
 
-    lab.monkeypatch.setattr("peagle.cli.run_sweep.check_fit", lambda *_: ())
-    lab.monkeypatch.setattr("peagle.cli.run_sweep.with_drafter", with_drafter)
+    lab.monkeypatch.setattr("peagle.fit.check_fit", lambda *_: ())
+    lab.monkeypatch.setattr("peagle.loading.with_drafter", with_drafter)
     (lab.root / "bad").mkdir()
     drafters = f"--drafter ngram,{lab.root / 'bad'}"
     lab.sweep(drafters, code=2)
@@ -377,12 +368,11 @@ def test_a_dry_run_writes_nothing(lab: Lab) -> None:
     assert not lab.out.exists()
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(lab: Lab) -> None:
+def test_prompts_that_are_too_long_are_left_out_and_counted(lab: Lab) -> None:
     errors = lab.sweep("--max-prompt-tokens 5")
     assert re.search(r"warning: prompts: 1 conversation left out or cut, .*has 15 tokens", errors)
     assert (len(requests_of(lab.folder)), len((lab.folder.prompts() or ([], []))[1])) == (8, 1)
     assert "has 15 tokens; expected at most 5" in lab.page
-    assert "--too-long skip" in lab.sweep("--max-prompt-tokens 5 --too-long error", out=lab.root / "other", code=2)
 
 
 # options without a file of prompts, and a part of the line
@@ -396,12 +386,10 @@ REFUSED = [
     ("--temperature -1", "expected finite numbers"),
     ("--buckets 5,3", "ascending numbers of tokens"),
     ("--repeats 0", "--repeats is 0"),
-    ("--strict", "--strict"),
     ("--prompts absent.jsonl", "cannot be read"),
     ("--drafter absent", "absent"),
     ("--resume", "cannot be read"),
     ("--max-prompt-tokens 1", "demo has no usable prompt"),
-    ("--max-prompt-tokens 1 --too-long error", "expected at most 1"),
     ("--concurrency x", "--concurrency is 'x'; expected numbers separated by commas"),
     ("--concurrency=", "--concurrency is ''"),
     ("--concurrency 1,0", "--concurrency is 0; expected 1 or more"),
@@ -429,7 +417,7 @@ def test_a_run_is_never_overwritten(lab: Lab, finished: Folder) -> None:
     before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
     assert "exists; expected a new folder" in lab.sweep(code=2)
     assert "leave out --num-speculative-tokens" in lab.resume("-k 5", code=2)
-    for option in ("-k x", "--temperature hot", "--repeats 0", "--concurrency 0", "--strict"):
+    for option in ("-k x", "--temperature hot", "--repeats 0", "--concurrency 0"):
         assert option.split()[0] in lab.run(2, "sweep --out", finished.path, option)
     assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
 
@@ -485,8 +473,6 @@ def test_no_text_costs_a_sweep_its_report(lab: Lab) -> None:
     odd = [{"prompt": text, "category": f"$a_{{\n|\x00{n % 2}"} for n, text in enumerate(TEXTS[:3])]
     prompt_file(lab.root, *odd, {"prompt": "a", "category": "\ud800"}, {"prompt": ""}).rename(prompts)
     command: list[Any] = ["sweep", SMALL, "--prompts", prompts, "--out", out]
-    lab.run(2, *command, "--strict")
-    assert not out.exists()
     assert "2 rows without a usable prompt, the first: " in lab.run(0, *command)
     folder = open_run(out)
     assert (folder.plan.sources[0].num_rows, folder.plan.sources[0].num_skipped) == (5, 2)
@@ -507,16 +493,6 @@ def test_no_text_costs_a_sweep_its_report(lab: Lab) -> None:
         (out / name).write_text(text.replace("caf\\\\udce9", "caf\\udce9").replace("$a_{\\\\n", "$a_{\\ud800"))
     lab.run(0, "report", out)
     assert "caf\\udce9 $x^{, raw, greedy" in (out / "README.md").read_text(encoding="utf-8")
-
-
-def test_special_tokens_are_read_in_raw_text_alone(lab: Lab, tokenizer: Tokenizer) -> None:
-    load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), tokenizer=tokenizer))
-    prompt_file(lab.root, {"prompt": "<|start|>a"})
-    assert "applies to raw text only" in lab.sweep("--special-tokens --render chat", code=2)
-    lab.sweep("--special-tokens --render both -n 2")
-    chat, raw = (request.prompt_ids for request in requests_of(lab.folder))
-    start = SPECIALS.index("<|start|>")
-    assert (raw[0], raw.count(start), chat.count(start)) == (start, 1, 3)  # of the chat's all are the template's
 
 
 def test_auto_that_never_drafted_is_told(lab: Lab) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import peagle.cli.run_train
+import peagle.cli.training
 from drafter.train.row_batches import RowBatches
 from peagle.cli import main
 from peagle.ops.errors import InputError
@@ -85,8 +85,8 @@ def _programs_are_kept() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def curves(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Draw no curves, which takes as long as a training of a few steps; return what draws them."""
-    draw = peagle.cli.run_train.draw
-    monkeypatch.setattr("peagle.cli.run_train.draw", lambda *_: "none")
+    draw = peagle.cli.training.draw
+    monkeypatch.setattr("peagle.cli.training.draw", lambda *_: "none")
     return draw
 
 
@@ -131,6 +131,6 @@ def trained(directories: Directories, data: Path, tmp_path_factory: pytest.TempP
     """A training of four steps."""
     out = tmp_path_factory.mktemp("trained") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peagle.cli.run_train.draw", lambda *_: "none")
+        patch.setattr("peagle.cli.training.draw", lambda *_: "none")
         assert main(train(directories.target, data, out, "--quiet")) == 0
     return out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafter.train.trainer import Deadline
-from peagle.cli.run_train import describe_log_line
+from peagle.cli.training import describe_log_line
 from peagle.workflows.training import planned_steps
 from peagle.workflows.training_advice import memorised_data, no_gain, weak_drafter
 

@@ -182,7 +182,7 @@ def test_a_shard_without_room_is_refused_before_the_target_reads_it(
     lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    monkeypatch.setattr("peagle.cli.run_data.with_teacher", lambda *_: pytest.fail("it reads"))
+    monkeypatch.setattr("peagle.workflows.dataset.with_teacher", lambda *_: pytest.fail("it reads"))
     said = lab.run(2, chats, lab.out, "--hidden --aux-layer-ids 0,1,2 --context 384")
     assert f"3 documents of up to 384 tokens take up to 448.1 kB in {lab.out}, which has room for 1.0 kB" in said
     assert re.search(rf"a shard of \d+ tokens takes [\d.]+ kB in {lab.out}, which has room for 1.0 kB; free some", said)
@@ -259,7 +259,7 @@ def test_recorded_answers_are_taken_as_they_are(
     )
     command = f"data --target {answering} --prompt-file {path} --answers recorded --shard-prompts 2 --out"
     with monkeypatch.context() as patch:
-        patch.setattr("peagle.cli.run_data.load_pair", lambda *_: pytest.fail("it loads the target"))
+        patch.setattr("peagle.cli.models.load_pair", lambda *_: pytest.fail("it loads the target"))
         said = lab.run(0, command, lab.root / "data", "--temperature 1 -n 5")
         assert "none of the prompts can be answered, the first: " in lab.run(
             2, command.replace(str(answering), str(lab.target)), lab.root / "other"
@@ -395,7 +395,6 @@ def test_a_turn_is_asked_with_the_answers_before_it(lab: Lab, pair: Pair) -> Non
         (f"--seed {2**64}", f"--seed is {2**64}; expected an integer of 64 bits"),
         ("--top 100000", f"--top is 100000; expected at most {VOCAB_SIZE}"),
         ("--aux-layer-ids 0,1,2", "give --hidden, too"),
-        ("--strict", "is empty"),
     ],
 )
 def test_a_mistake_in_the_options_leaves_no_folder(lab: Lab, more: str, says: str) -> None:

@@ -101,7 +101,7 @@ def other_target(directories: Directories, tmp_path_factory: pytest.TempPathFact
 def test_from_data_to_a_drafter_that_runs(
     lab: Lab, curves: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.cli.run_train.draw", curves)
+    monkeypatch.setattr("peagle.cli.training.draw", curves)
     evaluation = f"--evaluate {lab.prompts} --evaluate-every 2 -k 3"
     expect_all(
         lab.train(evaluation),
@@ -126,7 +126,7 @@ def test_from_data_to_a_drafter_that_runs(
 
 @pytest.mark.parametrize(
     "kind",
-    ["", pytest.param("--autoregressive", marks=pytest.mark.slow), "--drafter dflash --blocks 64"],
+    ["", pytest.param("--drafter eagle-3", marks=pytest.mark.slow), "--drafter dflash --blocks 64"],
     ids=["P-EAGLE", "EAGLE-3", "DFlash"],
 )
 def test_what_was_learnt_by_heart_is_drafted_right(lab: Lab, kind: str) -> None:
@@ -147,7 +147,7 @@ def test_what_was_learnt_by_heart_is_drafted_right(lab: Lab, kind: str) -> None:
 
 def test_the_baseline_proposes_in_turn_and_changes_no_token(lab: Lab) -> None:
     """An EAGLE-3 drafter, by the same command, in the engine: in slots, with rows that pause, never sampled."""
-    lab.train("--autoregressive --learning-rate 1e-2")
+    lab.train("--drafter eagle-3 --learning-rate 1e-2")
     params, config = drafter_of(lab.out)
     assert params.mask_hidden is None
     assert not config.parallel
@@ -163,9 +163,9 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(lab: Lab) -> None:
     lab.run(0, "info", lab.target, lab.out / "drafter")
 
 
-def test_a_smaller_draft_vocabulary_a_window_and_the_other_dialect(lab: Lab) -> None:
+def test_a_smaller_draft_vocabulary_and_a_window(lab: Lab) -> None:
     """What nobody else loads is written and read here, with no promise in the card; positions are the target's."""
-    shape = "--draft-vocab 40 --hidden-size 24 --mask-hiddens 2 --drafter-window 5 --dialect speculators --loss kl"
+    shape = "--draft-vocab 40 --hidden-size 24 --mask-hiddens 2 --drafter-window 5 --loss kl"
     messages = lab.train(shape)
     params, config = drafter_of(lab.out)
     assert (config.draft_vocab_size, config.hidden_size, config.num_mask_hiddens) == (40, 24, 2)
@@ -241,14 +241,12 @@ REFUSED = [
     ("--mask-token 400", "mask token 400 lies outside"),
     ("--aux-layer-ids 0,1,9", "--aux-layer-ids names the output of layer 9; expected 0..2"),
     ("--aux-layer-ids 0,1,1", "--aux-layer-ids is 0,1,1; expected each layer once"),
-    ("--autoregressive --mask-token 4", "an EAGLE-3 drafter has no mask slots"),
+    ("--drafter eagle-3 --mask-token 4", "an EAGLE-3 drafter has no mask slots"),
     ("--drafter medusa", "--drafter is 'medusa'; expected"),
-    ("--drafter dflash --autoregressive", "--autoregressive means an EAGLE-3 drafter, and --drafter is"),
     ("--drafter dflash --hidden-size 8", "--hidden-size is 8; expected the target's 64"),
     ("--drafter dflash --draft-vocab 9", "a DFlash drafter has its target's head"),
     ("--drafter dflash --mask-hiddens 2", "a DFlash drafter has no mask hiddens"),
     ("--drafter dflash --depth 1", "--depth is 1; expected 2 or more"),
-    ("--drafter dflash --dialect speculators", "a DFlash drafter has a layout of its own"),
     ("--drafter dflash --evaluate missing.jsonl", "-k is 7; expected at most 3, since a block"),
     ("--blocks 4", "--blocks is given, and a P-EAGLE drafter has none"),
     ("--draft-decay 4", "--draft-decay is given, and a P-EAGLE drafter has none"),
@@ -271,7 +269,7 @@ REFUSED = [
     ("--minutes nan", "--minutes is nan; expected a number above 0"),
     ("--mask-hiddens 3", "--mask-hiddens is 3; expected 1..2"),
     ("--data missing", "cannot be read"),
-    ("--init {drafter} --autoregressive", "is a P-EAGLE drafter; leave out --autoregressive"),
+    ("--init {drafter} --drafter eagle-3", "is a P-EAGLE drafter; leave out --drafter"),
     ("--init {drafter} --layers 3", "--layers asks for 3, but --init {drafter} has 2"),
     (f"--init {{drafter}} {FROM_DRAFTER} --aux-layer-ids 0,1,3", "names the output of layer 3; expected 0..2"),
 ]
@@ -340,13 +338,11 @@ def test_data_and_drafters_of_another_target_are_told(
     """Text of it is a warning before the first step, hidden states of it are refused."""
     begun, drafter = lab.root / "begun", trained / "drafter"
     shutil.copytree(trained, begun)
-    another = f"{lab.data} holds what another target wrote ({lab.target}), and a drafter learns"
-    for data, out, more, says in (
-        (taught, lab.out, "", "holds what another target computed"),
-        (lab.data, lab.out, "--strict", another),
-        (lab.data, begun, "", "was begun with --target"),
+    for data, out, says in (
+        (taught, lab.out, "holds what another target computed"),
+        (lab.data, begun, "was begun with --target"),
     ):
-        assert says in lab.train(more, code=2, target=other_target, data=data, out=out)
+        assert says in lab.train(code=2, target=other_target, data=data, out=out)
         assert not lab.out.exists()
     for number, target in enumerate((lab.target, other_target)):
         messages = lab.train("" if number else "--quiet", code=2, target=target, out=lab.root / f"out_{number}")
@@ -531,7 +527,7 @@ def test_the_answers_to_evaluate_are_held_out(lab: Lab, taught: Path, request: p
 @pytest.fixture
 def step_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Say how long a step takes."""
-    return lambda seconds: monkeypatch.setattr("peagle.cli.run_train.seconds_per_step", lambda *_: seconds)
+    return lambda seconds: monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: seconds)
 
 
 def minutes(lab: Lab, minutes: float, *more: object, code: int = 0) -> str:
@@ -604,14 +600,14 @@ def test_a_target_is_written_as_others_find_it(lab: Lab, monkeypatch: pytest.Mon
     (lab.root / "target").symlink_to(lab.target)
     (lab.root / "elsewhere").mkdir()
     monkeypatch.chdir(lab.root)
-    lab.train("--steps 1 --dialect speculators", target=Path("target"), out=Path("run"))
+    lab.train("--steps 1", target=Path("target"), out=Path("run"))
     monkeypatch.chdir(lab.root / "elsewhere")
     for dialect in ("vllm", "speculators"):
         lab.run(0, f"export ../run/drafter --out {dialect} --dialect {dialect}")
     for folder in ("../run/drafter", "vllm", "speculators"):
         card = Path(folder, "README.md").read_text()
         assert f'peagle speculate --target {lab.target} --drafter . "..."' in card
-        if folder == "vllm":
+        if folder != "speculators":
             assert f"`vllm serve {lab.target} --speculative-config" in card
             assert '"model": "."' in card
         else:

@@ -1,4 +1,4 @@
-"""Run `peagle train`: check everything, write the recipe, train the drafter, export it."""
+"""The work of `peagle train`: check everything, write the recipe, train the drafter, export it."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,11 @@ from drafter.train.shards import WEIGHTS
 from drafter.train.step import FrozenWeights, devices_for
 from drafter.train.trainer import Deadline, Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
-from drafter.vocabulary import DraftVocab
+from drafter.vocabulary import FREQUENT_TOKENS, DraftVocab, by_frequency
 from peagle.checkpoints import DEMO, from_anywhere, name_for_others, or_demo, resolve
 from peagle.cli.command import changed_options, read_record, record
-from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration
 from peagle.cli.output import say
-from peagle.cli.train import RESUMABLE, Train
 from peagle.config import AUTO, check_block
 from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.loading import default_dtype, load
@@ -69,9 +67,11 @@ from peagle.workflows.training_advice import (
     share,
     weak_drafter,
 )
+from peagle.workflows.training_curve import draw
 from peagle.workflows.training_data import (
     TrainingData,
     anchors,
+    answer_tokens,
     check_teachers,
     check_tokens,
     data_coverage,
@@ -84,6 +84,11 @@ from peagle.workflows.training_data import (
 from target.config import TargetConfig
 from target.load import inspect_target, load_target
 from target.teacher import Teacher
+
+if TYPE_CHECKING:  # it imports this module
+    from peagle.cli.train import Train
+
+DIALECT: Dialect = "vllm"  # the layout of a trained drafter; peagle export writes others
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class CheckedTraining:
     devices: int | None  # that share the rows of a step
 
 
-def train(settings: Train) -> int:
+def train(settings: "Train") -> int:
     """Check everything, write the recipe, train, and export the drafter. Return the exit code.
 
     --out then holds the recipe, the log, checkpoints, a curve, and the drafter in drafter/. Raises InputError for bad
@@ -119,7 +124,7 @@ def train(settings: Train) -> int:
         checked = _check(settings)
     prompts = None
     if settings.evaluate is not None:
-        prompts = read_prompts(Path(settings.evaluate), checked.directory, Rendering(), strict=settings.strict)
+        prompts = read_prompts(Path(settings.evaluate), checked.directory, Rendering())
         display.warn(prompts.warnings)
     if layers := checked.config.aux_layer_ids:
         chosen = settings.shape.init or settings.shape.aux_layer_ids
@@ -148,10 +153,10 @@ def train(settings: Train) -> int:
     started = time.monotonic()
     _note_start(display, checked, settings, trainer)
     params = _run(trainer, initial, settings.minutes, display)
-    written = _write_drafter(checked, params, settings.dialect)
+    written = _write_drafter(checked, params)
     log = list(read_log(out / LOG))
     curve = draw(log, out)  # after the drafter, which is worth more
-    _write_card(checked, written, settings.dialect)
+    _write_card(checked, written)
     if interrupt.pressed():
         _note_interruption(display, checked, trainer.recipe.steps)
         raise KeyboardInterrupt
@@ -175,7 +180,7 @@ def _kept_step(log: Sequence[Mapping[str, Any]], trainer: Trainer) -> str:
     return f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
 
 
-def _resumed(settings: Train) -> Train:
+def _resumed(settings: "Train") -> "Train":
     """Return the recorded settings of the training to resume, with the typed ones that may change."""
     out = Path(settings.out)
     begun = begun_in(out)
@@ -183,12 +188,13 @@ def _resumed(settings: Train) -> Train:
         raise InputError(f"--resume: {out} holds no training; expected the folder of one, or leave out --resume")
     if settings.minutes == 0 and not steps_done(out):
         raise InputError(f"--minutes is 0, and {out} has no checkpoint yet to write a drafter from; expected more")
-    typed = {option.name: option.of(settings) for option in changed_options(settings) if option.name in RESUMABLE}
+    changed = (option for option in changed_options(settings) if option.name in settings.resumable)
+    typed = {option.name: option.of(settings) for option in changed}
     now = {"steps": None, "minutes": None, **typed, "out": settings.out, "resume": True}
     try:
         if not isinstance(command := begun.get(COMMAND), Mapping):
             raise InputError(f"{COMMAND} is {brief(command)}; expected an object")
-        resumed = read_record(Train, {**command, **now})
+        resumed = read_record(type(settings), {**command, **now})
     except InputError as error:
         raise InputError(
             f"--resume: the options in {out / RECIPE} cannot be read: {error}; expected what this version of peagle "
@@ -200,7 +206,7 @@ def _resumed(settings: Train) -> Train:
     return resumed
 
 
-def _inputs(settings: Train) -> Iterator[tuple[str, str]]:
+def _inputs(settings: "Train") -> Iterator[tuple[str, str]]:
     """Yield (flag, name) of the files, folders and checkpoints that a training reads."""
     yield from (("--data", str(folder)) for folder, _ in shares(settings.data))
     shape = settings.shape
@@ -210,7 +216,7 @@ def _inputs(settings: Train) -> Iterator[tuple[str, str]]:
             yield flag, name
 
 
-def _recorded(settings: Train) -> dict[str, Any]:
+def _recorded(settings: "Train") -> dict[str, Any]:
     """Return the options for the record, with names that --resume understands in any working directory."""
     options = record(settings)
     options["data"] = [f"{folder.absolute()}:{share}" for folder, share in shares(settings.data)]
@@ -221,7 +227,7 @@ def _recorded(settings: Train) -> dict[str, Any]:
     return options
 
 
-def _check(settings: Train) -> CheckedTraining:
+def _check(settings: "Train") -> CheckedTraining:
     """Read and check everything except weights. Raises InputError for options, data and models that do not fit."""
     name, out = or_demo(settings.load.target), Path(settings.out)
     devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
@@ -236,8 +242,6 @@ def _check(settings: Train) -> CheckedTraining:
     depth = learning.cod.depth
     config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, data.documents, depth)
     learning = with_blocks(learning, config)
-    if config.kind == "DFlash" and settings.dialect != "vllm":
-        raise InputError(f"--dialect is {settings.dialect}; expected vllm: a DFlash drafter has a layout of its own")
     if settings.evaluate is not None:
         check_block(settings.num_speculative_tokens, config.block_drafts)
     if vocab is not None:  # raises InputError if no answer of the data has a token of the vocabulary
@@ -249,7 +253,7 @@ def _check(settings: Train) -> CheckedTraining:
     if vocab is not None:
         digests["draft_vocab"] = {"sha256": hashlib.sha256(dumps(vocab.token_ids).encode()).hexdigest()}
     folders = [folder for folder, _ in folder_shares]
-    check_teachers(folders, config, digests["target"][WEIGHTS], depth, strict=settings.strict)
+    check_teachers(folders, config, digests["target"][WEIGHTS], depth)
     check_window(config, files.config, depth, by_option=shape.drafter_window != AUTO)
     parts = even_parts(config, learning.width) if learning.parts is None else learning.parts
     steps = begun["recipe"]["steps"] if settings.steps is None and begun is not None else settings.steps
@@ -272,7 +276,7 @@ def _check(settings: Train) -> CheckedTraining:
     )  # fmt: skip
 
 
-def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
+def _held_out_frac(settings: "Train", begun: Mapping[str, Any] | None) -> float:
     """Return the fraction of documents to hold out: typed, recorded, or 0 if --evaluate holds prompts out instead."""
     if settings.held_out is not None:
         return settings.held_out
@@ -283,7 +287,7 @@ def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
 
 
 def _trainer(
-    checked: CheckedTraining, settings: Train, prompts: PromptSet | None, display: Display
+    checked: CheckedTraining, settings: "Train", prompts: PromptSet | None, display: Display
 ) -> tuple[Trainer, DrafterParams]:
     """Load the target; return (trainer, initial parameters). Without --steps, measure how many fit into --minutes."""
     name, config, documents = checked.name, checked.config, checked.data.documents
@@ -378,7 +382,7 @@ def _note_interruption(display: Display, checked: CheckedTraining, steps: int) -
     )
 
 
-def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dialect) -> DrafterConfig:
+def _write_drafter(checked: CheckedTraining, params: DrafterParams) -> DrafterConfig:
     """Write the trained drafter in bfloat16, with its model card, into drafter/ of the training's folder.
 
     Return its config as written.
@@ -391,18 +395,21 @@ def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dia
     if config.kind == "DFlash" and config.narrowest_window is not None:  # its config.json has no place for a window
         files[SPECULATION_FILE] = encoded(dumps({WINDOW_KEY: config.narrowest_window}) + "\n")
         config = config.with_window(None)
-    write_with_card(checked.out / DRAFTER, written, config, dialect, target, checked.target, checked.out, files)
+    if params.draft_to_target is None:  # for --draft-vocab N when it is loaded
+        counts = np.bincount(np.concatenate(list(answer_tokens(checked.data.documents))))
+        files[FREQUENT_TOKENS] = encoded(dumps(by_frequency(counts)) + "\n")
+    write_with_card(checked.out / DRAFTER, written, config, DIALECT, target, checked.target, checked.out, files)
     return config
 
 
-def _write_card(checked: CheckedTraining, written: DrafterConfig, dialect: Dialect) -> None:
+def _write_card(checked: CheckedTraining, written: DrafterConfig) -> None:
     """Write the drafter's model card again, with the curve of this run. written: the drafter's config."""
-    files = card_files(written, dialect, name_for_others(checked.name), checked.target, checked.out)
+    files = card_files(written, DIALECT, name_for_others(checked.name), checked.target, checked.out)
     for name, content in files.items():
         write_bytes_whole(checked.out / DRAFTER / name, content)
 
 
-def _note_start(display: Display, checked: CheckedTraining, settings: Train, trainer: Trainer) -> None:
+def _note_start(display: Display, checked: CheckedTraining, settings: "Train", trainer: Trainer) -> None:
     """Note the held-out documents, the recipe of a new training, and the first and last step."""
     done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
     if trainer.held_out is not None:
@@ -428,7 +435,7 @@ def _note_start(display: Display, checked: CheckedTraining, settings: Train, tra
         display.note(f"{trainer.out} is complete ({steps} steps); give a larger --steps to continue")
 
 
-def _update(steps: int, config: DrafterConfig, settings: Train, begun: Mapping[str, Any] | None) -> Update:
+def _update(steps: int, config: DrafterConfig, settings: "Train", begun: Mapping[str, Any] | None) -> Update:
     """Choose the update of a new training, or return the recorded one; the user's fields replace those of both."""
     typed = typed_update(settings.learning)
     if begun is not None:

@@ -73,8 +73,6 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
     speculative = run.engine.num_drafts > 0
     lines = [("speculation" if speculative else "plain", _speed(results, summary))]
     if speculative:
-        if run.engine.synthetic_acceptance is not None:
-            lines.append(("SYNTHETIC", "drafts were accepted at the typed rates: only the speeds are real"))
         lines.append(("acceptance", _acceptance(summary, run)))
         if run.costs is not None and run.drafting_cannot_gain:
             most = run.engine.num_drafts
@@ -121,7 +119,6 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "costs": None if run.costs is None else run.costs.to_json(),
         "max_new_tokens": config.answer.max_new_tokens,
         **dataclasses.asdict(config.sampling),
-        "synthetic_acceptance": run.engine.synthetic_acceptance,
         "slots": config.engine.slots,
         "context": config.engine.context,
         "prefill_chunk": run.engine.prefill_chunk,
@@ -241,8 +238,6 @@ def _speedup(run: Run, summary: Mapping[str, Any]) -> str:
     else:
         text = f"{speedup_text(speedup)} ({_spread(compared)})"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
-    if run.engine.synthetic_acceptance is not None:
-        return f"{text}, other tokens (synthetic acceptance)"
     if not differing:
         return f"{text}, the same tokens"
     first = differing[0].first_divergence

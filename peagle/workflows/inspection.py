@@ -1,4 +1,4 @@
-"""Run `peagle info`: geometry, memory and fit of checkpoints, from config.json and the headers of the weights."""
+"""Describe checkpoints in rows of a table, from config.json and the headers of the weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,42 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.dialects import is_drafter_config, named_aux_layers
-from drafter.load import inspect_drafter, map_warning
+from drafter.dialects import named_aux_layers
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
 from peagle.checkpoints import (
-    DEMO,
-    DEMO_DRAFTERS,
-    WEIGHTLESS,
-    another_target,
-    drafter_folder,
     drafter_speculation,
-    or_demo,
-    resolve,
 )
-from peagle.cli.info import Info
-from peagle.cli.output import show_lines
 from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.auto.speculation import SPECULATION_FILE
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
-from peagle.engine.resolved import ResolvedConfig, shared_slots
-from peagle.fit import aux_layers_warning, chosen_window, describe_aux_layers, fitting_aux_layers, windowed
+from peagle.engine.resolved import ResolvedConfig, Role, shared_slots
+from peagle.fit import chosen_window, describe_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
-from peagle.ops.checkpoint import CONFIG, Checkpoint, read_json, weight_files
+from peagle.ops.checkpoint import Checkpoint, weight_files
 from peagle.ops.errors import InputError
 from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.ops.memory import available_memory_bytes, format_size
 from peagle.ops.native import available as native_available
 from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
-from peagle.parallel import MeshShape, parse_mesh
+from peagle.parallel import MeshShape
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
-from peagle.workflows.mesh_plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes, target_pages
+from peagle.workflows.mesh_plan import Device, pass_s, rank_bytes, rank_cache_bytes, target_pages
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
-from target.load import TargetFiles, inspect_target, weight_bytes
+from target.load import TargetFiles, weight_bytes
 
 TOKENS = 1000  # for which the table shows the memory of the KV cache
 PROMPT = 8192  # tokens of the prompt for which the table shows the memory of prefill
@@ -52,80 +42,6 @@ FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
 INT8 = jnp.dtype(jnp.int8)  # with one byte per value, the bytes of a page count its values
 
 Rows = list[tuple[str, str]]
-
-
-def inspect(settings: Info) -> int:
-    """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code."""
-    aux_layer_ids = settings.load.aux_layer_ids
-    shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
-    slots = settings.slots or (1 if shape is None else shape.dp)
-    paths = _paths(settings.directories)
-    targets, drafters = [], []
-    for name, path in paths:
-        if is_drafter_config(read_json(path, CONFIG)):
-            drafters.append((name, path, *inspect_drafter(path, aux_layer_ids)))
-        else:
-            targets.append((name, path, inspect_target(path)))
-    _check_kinds(settings, len(targets), len(drafters), [name for name, _ in paths])
-    tables = {}
-    for _, path, files in targets:
-        rows = target_rows(files, path)
-        if shape is not None:
-            rows += mesh_rows(files, shape, device, slots, settings.context)
-        tables[path] = "GPT-OSS target", rows
-    warnings = []
-    for name, path, checkpoint, config in drafters:
-        tables[path] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
-        warnings.append(map_warning(checkpoint, config))
-        if not targets and aux_layer_ids is None:
-            warnings.append(aux_layers_warning(named_aux_layers(checkpoint.config), name))
-    for name, path in paths:
-        _print_table(name, *tables[path])
-    if targets and drafters:
-        (target_name, target_path, target), (drafter_name, drafter_path, drafter, _) = targets[0], drafters[0]
-        layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
-        show_lines([f"They fit: the drafter reads the outputs of the target's layers {_list(layers.outputs)}."])
-        warnings += [layers.warning, another_target(drafter_path, target_path)]
-    if settings.role is not None:
-        drafting = (drafters[0][1], drafters[0][3]) if drafters else None
-        rows = engine_rows(settings, slots, targets[0][1:], drafting)
-        _print_table(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
-    show_lines([f"WARNING: {warning}" for warning in warnings if warning is not None])
-    return 0
-
-
-def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
-    """Return (name, directory) of the typed checkpoints, or of the demo's."""
-    if not names:
-        return [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
-    if len(names) > 2:
-        raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
-    paths = [(name, _directory(or_demo(name))) for name in names]
-    if list(names[1:]) == [DEMO] and not is_drafter_config(read_json(paths[0][1], CONFIG)):
-        paths[1] = DEMO, resolve(DEMO, "drafter")
-    return paths
-
-
-def _directory(name: str) -> Path:
-    """Return a checkpoint's directory; demo is the demo's target."""
-    if name in WEIGHTLESS:
-        raise InputError(f"{name} has no checkpoint to inspect; expected a directory or {', '.join(DEMO_DRAFTERS)}")
-    if name in DEMO_DRAFTERS and name != DEMO:
-        return resolve(name, "drafter")
-    return drafter_folder(resolve(name, "target"))
-
-
-def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Sequence[str]) -> None:
-    """Raise InputError for two checkpoints of a kind, and for options about a checkpoint that is not typed."""
-    if 2 in (num_targets, num_drafters):
-        kind = "targets" if num_targets else "drafters"
-        raise InputError(f"{names[0]} and {names[1]} are both {kind}; expected a target and a drafter")
-    if settings.load.aux_layer_ids is not None and not num_drafters:
-        raise InputError("--aux-layer-ids is given, but no drafter to read them; leave it out")
-    if settings.mesh is not None and not num_targets:
-        raise InputError("--mesh is given, but no target to shard; name one, or leave --mesh out")
-    if settings.role is not None and not num_targets:
-        raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
 
 
 def target_rows(files: TargetFiles, path: Path) -> Rows:
@@ -235,18 +151,17 @@ def drafter_rows(
 
 
 def engine_rows(
-    settings: Info, slots: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, DrafterConfig] | None
+    role: Role, slots: int, context: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, DrafterConfig] | None
 ) -> Rows:
-    """Make the rows of an engine of --role: the pages that its slots reserve, and the tokens that fit into memory."""
-    assert settings.role is not None
+    """Make the rows of an engine: the pages that its slots reserve, and the tokens that fit into memory."""
     weights, drafter_config, dtype = _weight_bytes(target[0]), None, _dtype(target[0])
     config = ResolvedConfig(
         DEFAULT_NUM_SPECULATIVE_TOKENS if drafter else 0,
         slots,
-        settings.context,
-        prefill_chunk=min(default_chunk(), settings.context),
+        context,
+        prefill_chunk=min(default_chunk(), context),
         steps_per_dispatch=steps_per_dispatch(weights),
-        role=settings.role,
+        role=role,
     )
     models = [target_pages(target[1].config, INT8)]
     if drafter is not None:
@@ -339,12 +254,6 @@ def _memory_of(num_values: int) -> str:
 
 def _disk_bytes(path: Path) -> int:
     return sum((path / file).stat().st_size for file in weight_files(path))
-
-
-def _print_table(name: str, kind: str, rows: Rows) -> None:
-    show_lines([f"{name}: {kind}"], style="bold")
-    show_lines([f"  {label:<29} {value}" for label, value in rows], indent=32)
-    show_lines([""])
 
 
 def _list(values: Sequence[int]) -> str:
