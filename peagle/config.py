@@ -115,7 +115,7 @@ def read_prefix_cache(typed: str) -> PrefixCacheSize:
     """Read bytes, on or off. Raises InputError for anything else."""
     if typed == "on" or typed == "off":
         return "on" if typed == "on" else "off"
-    return _read_size(typed, "prefix_cache", "on or off")
+    return _read_size(typed, "prefix_cache", "on, or off")
 
 
 def _read_size(typed: str, field: str, others: str) -> int:

@@ -376,11 +376,9 @@ def _check_models(plan: Plan) -> None:
     from peagle.fit import check_fit, chosen_window
 
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
-    if plan.aux_layer_ids is not None and not paths:
-        raise InputError("--aux-layer-ids is given, but no drafter with weights to read them; leave it out")
     for path in paths:
         ks = [most for k in plan.ks if (most := Drafts.parse(k).most)]
-        check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
+        check_fit(resolve(plan.target, "target"), path, None, ks)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)
 
@@ -422,7 +420,6 @@ def _load(plan: Plan, continue_on_error: bool, display: "Display") -> "Pairs":
 
     Raises InputError for a drafter that cannot be loaded; with continue_on_error, the error stands for its pair.
     """
-    from peagle.checkpoints import WEIGHTLESS
     from peagle.loading import load, with_drafter
     from peagle.measure.sweep.runner import models_of
 
@@ -441,7 +438,6 @@ def _load(plan: Plan, continue_on_error: bool, display: "Display") -> "Pairs":
                     variant.drafter,
                     draft_vocab=variant.draft_vocab,
                     drafter_window=variant.drafter_window or AUTO,
-                    aux_layer_ids=None if variant.drafter in WEIGHTLESS else plan.aux_layer_ids,
                 )
         except InputError as error:
             if not continue_on_error:

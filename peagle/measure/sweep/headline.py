@@ -9,7 +9,6 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
 
-from peagle.checkpoints import WEIGHTLESS
 from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
 from peagle.measure.provenance import origin_text
@@ -230,8 +229,6 @@ def commands(plan: Plan, verdict: Verdict, for_workload: bool) -> list[str]:
     drafter = ["--drafter", str(variant.drafter), "-k", str(variant.k)]
     for option, value in (("--draft-vocab", variant.draft_vocab), ("--drafter-window", variant.drafter_window)):
         drafter += [option, str(value)] * (value is not None)
-    if plan.aux_layer_ids is not None and variant.drafter not in WEIGHTLESS:
-        drafter += ["--aux-layer-ids", ",".join(map(str, plan.aux_layer_ids))]
     return [
         _command("speculate", *target, *drafter, *prompt, "your prompt"),
         _command("serve", *target, *drafter),

@@ -87,7 +87,6 @@ class Plan:
     template: str = ""  # sha256 of the target's chat template and tokenizer
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of "target", of each "drafter NAME"
     in_a_row: int = 1  # requests that a variant decodes before the next variant's turn
-    aux_layer_ids: tuple[int, ...] | None = None  # for every drafter with weights; None: by its config.json
     concurrencies: tuple[int, ...] = ()  # with each number of slots, variants also decode all requests at once
     drafter_windows: tuple[str | None, ...] = (None,)
 

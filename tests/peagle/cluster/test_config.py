@@ -36,7 +36,7 @@ from peagle.ops.errors import InputError
         ({"load": {"drafter_window": 64}}, "load: drafter_window is 64; expected a text"),
         ({"load": {"download": "yes"}}, "download is 'yes'; expected true or false"),
         ({"load": {"dtype": "float16"}}, "dtype is 'float16'; expected one of 'float32', 'bfloat16'"),
-        ({"load": {"coordinator": "HOST:7000"}}, "coordinator is given, but each replica of a fleet is one process"),
+        ({"load": {"process": "0/2@HOST:7000"}}, "process is given, but each replica of a fleet is one process"),
         ({"load": "DIR"}, "load is 'DIR'; expected its fields"),
         ({"engine": {"slots": 0}}, "slots is 0; expected 1 or more"),
         ({"engine": {"slots": "a"}}, "slots is 'a'; expected a valid integer"),

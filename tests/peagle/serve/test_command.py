@@ -259,7 +259,7 @@ def test_impossible_server_is_refused_in_one_line(capfd: pytest.CaptureFixture[s
             (["--date", "today"], "--date is 'today'"),
             (
                 ["--prefix-cache", "much"],
-                "--prefix-cache is 'much'; expected a size, as 512MB or 2GB, or on or off",
+                "--prefix-cache is 'much'; expected a size, as 512MB or 2GB, or on, or off",
             ),
             (["--kv-memory", "much"], "--kv-memory is 'much'; expected a size, as 512MB or 2GB, or auto"),
             (["--kv-memory", "0"], "--kv-memory is 0; expected more than 0, or auto"),

@@ -199,8 +199,8 @@ def test_workloads_have_their_names_and_raw_text_is_told_if_nothing_else_was_mea
         (SLOW, {}, "speculate --target demo -k 0 --raw-prompt 'your prompt'"),
         (
             SURE,
-            {"target": "my target", "dtype": "bfloat16", "kernels": "xla", "aux_layer_ids": [0, 2, 3]},
-            "speculate --target 'my target' --dtype bfloat16 --drafter demo -k 3 --aux-layer-ids 0,2,3",
+            {"target": "my target", "dtype": "bfloat16"},
+            "speculate --target 'my target' --dtype bfloat16 --drafter demo -k 3",
         ),
     ],
 )

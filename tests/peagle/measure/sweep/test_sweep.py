@@ -58,7 +58,7 @@ def requests_of(folder: Folder) -> list[SweepRequest]:
 
 
 def test_a_plan_comes_back_from_json(finished: Folder) -> None:
-    for plan in (finished.plan, dataclasses.replace(finished.plan, aux_layer_ids=(1, 4, 7), concurrencies=(3, 1))):
+    for plan in (finished.plan, dataclasses.replace(finished.plan, concurrencies=(3, 1))):
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 

@@ -22,6 +22,7 @@ from drafter.train.folder import LOG, best_held_out, read_log
 from drafter.train.row_batches import RowBatches
 from drafter.train.shards import Document, open_folder, read_shards, write_shard
 from drafter.trained import RECIPE
+from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
 from peagle.engine.auto.speculation import speculation_file
@@ -593,6 +594,19 @@ def test_minutes_choose_the_recipe_by_the_steps_that_fit(
 
 
 # The folder of a training
+
+
+def test_a_drafter_of_all_tokens_lists_the_frequent_ones(trained: Path) -> None:
+    """From it, `--draft-vocab N` narrows the drafter when it is loaded."""
+    listed = json.loads((trained / "drafter" / FREQUENT_TOKENS).read_text())
+    assert listed
+    assert len(set(listed)) == len(listed)
+
+
+def test_a_report_draws_the_curve_of_a_training_again(lab: Lab, trained: Path) -> None:
+    lab.run(0, "report", trained, "--out", lab.root / "again")
+    assert [path.name for path in (lab.root / "again").iterdir()] == ["curve.svg"]
+    assert "is not compared" in lab.run(2, "report", trained, lab.root / "other", "--out", lab.root / "both")
 
 
 def test_a_target_is_written_as_others_find_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
