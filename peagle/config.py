@@ -336,8 +336,10 @@ class LoadConfig:
     """Positions that the drafter sees; auto: as in the checkpoint."""
     retain_full_kv: Annotated[bool, Flag(ENGINE)] = False
     """Keep all positions of sliding layers, so that a prompt can reuse any part of a cached prefix: more memory."""
-    query_blocks: int = 1  # compute a prompt pass's attention in blocks of rows, of 32 or more: less memory, more time
-    ffn_blocks: int = 1  # the same for its experts, whose weights are read for each block
+    query_blocks: Annotated[int, Flag(ENGINE, "N")] = 1
+    """Compute a prompt pass's attention in N blocks of rows, of 32 or more: less memory, more time."""
+    ffn_blocks: Annotated[int, Flag(ENGINE, "M")] = 1
+    """The same of its experts; each block reads them."""
     dtype: Annotated[DtypeName | None, Flag(MACHINE, "DTYPE")] = None
     """Compute in float32 or bfloat16. Default: bfloat16; on a CPU, float32 without kernels or for a float32 target."""
     experts: Annotated[ExpertsChoice, Flag(MACHINE, "LAYOUT")] = "auto"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # they import JAX
 
 LOADED = Takes(
     *("target", "drafter", "aux_layer_ids", "download", "draft_vocab", "drafter_window", "retain_full_kv"),
-    *("dtype", "experts", "mesh", "process"),
+    *("query_blocks", "ffn_blocks", "dtype", "experts", "mesh", "process"),
 )
 DEMO_NAME = "peagle-demo"
 FAILED = 1  # exit code

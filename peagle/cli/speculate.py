@@ -45,7 +45,7 @@ def load(self, path, mode="r", encoding="utf-8"):
     return settings'''  # a task that the demo target can do
 LOADED = Takes(
     *("target", "drafter", "aux_layer_ids", "download", "draft_vocab", "drafter_window"),
-    *("dtype", "experts", "mesh", "process"),
+    *("query_blocks", "ffn_blocks", "dtype", "experts", "mesh", "process"),
 )
 COMPARE_S = 2.0  # how long further rounds of speculation and plain decoding may take
 

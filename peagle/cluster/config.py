@@ -11,7 +11,10 @@ from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
 
 TEXT_LISTS = ("keys", "hosts")  # fields
-LOAD = Takes("target", "drafter", "download", "drafter_window", "dtype", "experts", "mesh", "retain_full_kv")
+LOAD = Takes(
+    *("target", "drafter", "download", "drafter_window", "query_blocks", "ffn_blocks"),
+    *("dtype", "experts", "mesh", "retain_full_kv"),
+)
 ENGINE = Takes("num_speculative_tokens", "slots", "context", "prefill_chunk", "kv_memory", "prefix_cache")
 
 

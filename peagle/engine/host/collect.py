@@ -128,7 +128,8 @@ def _not_finite(handle: Handle, token_ids: Sequence[int], name: ModelName, execu
         where = executor.first_not_finite(name, tokens)
         first = f"; the first output that is not finite is that of {where}"
         message += first if where else ", but a second pass gives finite ones"
-    return InputError(f"{message}; expected finite ones: check the weights, or try --dtype float32 or PEAGLE_KERNELS=xla")
+    todo = "check the weights, or try --dtype float32 or PEAGLE_KERNELS=xla"
+    return InputError(f"{message}; expected finite ones: {todo}")
 
 
 def _logprobs(log_probs: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import peagle.cli.processes
 import peagle.loading
 import peagle.measure.bench
+import peagle.workflows.bench_report
 from peagle.engine.host.collect import Emitted
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.scheduler import Steps
-import peagle.workflows.bench_report
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import load
