@@ -57,7 +57,6 @@ class Choice:
     source: jax.Array  # [B]: DRAFTER or LOOKUP
     sources: Drafts  # of all, on a second axis
     time: jax.Array  # Plan.time
-    tried: jax.Array  # bool: sources proposed; False while drafting is paused
 
 
 def plan_drafting(
@@ -111,7 +110,6 @@ def choose(auto: AutoState, slots: Slots, plan: Plan, draft: DraftOutput) -> Cho
         source=takes.astype(jnp.int32),
         sources=jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *sources),
         time=plan.time,
-        tried=jnp.ones((), bool),
     )
 
 

@@ -45,7 +45,7 @@ def learn(
     drafted = active[:, None] & (place < sources.num[:, :1]) & measured
     auto = update_rate(auto, tokens, jnp.where(measured, time, 0.0))
     auto = update_gains(auto, slots, sources.gains[:, 0], drafted)
-    return update_profit(auto, slots.sampled, active & choice.tried & measured, tokens - time)
+    return update_profit(auto, slots.sampled, active & measured, tokens - time)
 
 
 def learn_from_plain_steps(auto: AutoState, slots: Slots, num_steps: jax.Array) -> AutoState:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -54,27 +53,28 @@ def steps(
         run = run_if(some, lambda run: finish(run[0], proposed, own), (state, nothing))
         return run_if(~some, lambda run: finish(run[0], proposed.without_drafts, own.plain), run)
 
-    if most == 1:
+    if most == 1 and not kind.adaptive:
         state, output = one(state)
         return state, output[None]
+
+    def left(run: _Run, limit: jax.Array) -> jax.Array:
+        return (run[2] < limit) & jnp.any(~run[0].done)
 
     def once(run: _Run, own: StepKind = kind) -> _Run:
         state, output = one(run[0], own)
         return state, jax.lax.dynamic_update_index_in_dim(run[1], output, run[2], 0), run[2] + 1
 
-    def repeat(body: Callable[[_Run], _Run], run: _Run, limit: jax.Array) -> _Run:
-        return jax.lax.while_loop(lambda run: (run[2] < limit) & jnp.any(~run[0].done), body, run)
-
-    def once_then_pause(run: _Run) -> _Run:
-        run = once(run)
+    def after_pause(run: _Run) -> _Run:
         assert run[0].auto is not None
         until = jnp.minimum(run[2] + run[0].auto.pause(~run[0].done), limit)
-        state, outputs, count = repeat(functools.partial(once, own=kind.plain), run, until)
+        plain = functools.partial(once, own=kind.plain)
+        state, outputs, count = jax.lax.while_loop(lambda run: left(run, until), plain, run)
         assert state.auto is not None
         auto = learn_from_plain_steps(state.auto, state.auto_slots(costs), count - run[2])
-        return dataclasses.replace(state, auto=auto), outputs, count
+        run = dataclasses.replace(state, auto=auto), outputs, count
+        return run_if(left(run, limit), once, run)
 
     empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1)  # num_accepted
-    run = state, empty, jnp.zeros((), jnp.int32)
-    state, outputs, _ = repeat(once_then_pause if kind.adaptive else once, run, limit)
+    run, body = (state, empty, jnp.zeros((), jnp.int32)), after_pause if kind.adaptive else once
+    state, outputs, _ = jax.lax.while_loop(lambda run: left(run, limit), body, run)
     return state, outputs

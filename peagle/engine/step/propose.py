@@ -78,12 +78,9 @@ def propose(
     chooser = _chooser(state, keys, kind)
     with jax.named_scope(DRAFT_PART):
         if kind.adaptive:
-
-            def adaptive(state: DecodeState) -> tuple[DecodeState, tuple[Choice, jax.Array]]:
-                confidence = None if synthetic is None else synthetic.confidence
-                return _propose_adaptively(drafter, lookup, state, widths, costs, chooser, confidence, always_draft)
-
-            state, (choice, read) = adaptive(state) if always_draft else _unless_paused(adaptive, state)
+            confidence = None if synthetic is None else synthetic.confidence
+            sources = drafter, lookup
+            state, choice, read = _propose_adaptively(*sources, state, widths, costs, chooser, confidence, always_draft)
             return state, Proposed(choice.widths, choice.token_ids, keys, read, choice.num, choice, synthetic)
         state, draft = _run_drafter(drafter, state, widths, chooser, kind.num_drafts)
     return state, Proposed(widths, draft.token_ids, keys, ~state.done, widths, synthetic=synthetic)
@@ -131,15 +128,6 @@ def _run_drafter(
     return dataclasses.replace(state, drafter_state=drafter_state), draft
 
 
-def _unless_paused(
-    adaptive: Callable[[DecodeState], tuple[DecodeState, Carry]], state: DecodeState
-) -> tuple[DecodeState, Carry]:
-    """Propose nothing while drafting is paused."""
-    assert state.auto is not None
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(adaptive, state)[1])
-    return run_if(state.auto.pause(~state.done) == 0, lambda carry: adaptive(carry[0]), (state, nothing))
-
-
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """Run a function if the condition holds. A loop, because XLA on CPU copies the pages that a `cond` changes."""
 
@@ -159,7 +147,7 @@ def _propose_adaptively(
     chooser: Choose,
     confidence: jax.Array | None,
     always_draft: bool,
-) -> tuple[DecodeState, tuple[Choice, jax.Array]]:
+) -> tuple[DecodeState, Choice, jax.Array]:
     """Propose limits[b] drafts at most per slot, by the better of its sources; choose how many to verify.
 
     confidence: in place of the drafter's. Also returns which slots' drafter_input has been read.
@@ -188,7 +176,7 @@ def _propose_adaptively(
     shape = (state.slots, num_drafts)
     none = DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.zeros(shape, jnp.float32))
     state, draft = run((state, none)) if always_draft else run_if(plan.runs, run, (state, none))
-    return state, (choose(auto, slots, plan, draft), state.may_draft & (plan.runs | read))
+    return state, choose(auto, slots, plan, draft), state.may_draft & (plan.runs | read)
 
 
 def _look_up(
