@@ -33,7 +33,6 @@ VERBS = (
     "admit",
     "read_tokens",
     "steps",
-    "absorb",
     "propose",
     "verify",
     "accept_and_commit",

@@ -7,8 +7,8 @@ One program over all devices would compute each prompt on every device, and the 
 chunk. Separate engines prefill different prompts at once, and none waits for another.
 
 One thread drives them all. It sends each engine its next dispatch before it reads any, and reads ready results first.
-So all devices work, however long a dispatch takes. Only a step split for a grammar makes the host wait for an engine's
-drafts. Answers are those of one engine: no row depends on its slot or its neighbours.
+So all devices work, however long a dispatch takes. Only a masked step makes the host wait for an engine's drafts.
+Answers are those of one engine: no row depends on its slot or its neighbours.
 """
 
 import collections

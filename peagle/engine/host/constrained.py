@@ -1,4 +1,4 @@
-"""Masks of grammars for a split step. The host fills them in while the target verifies the drafts."""
+"""Masks of grammars for a masked step. The host fills them in while the target verifies the drafts."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ class Constrained:
 
     def __init__(self, vocab_size: int, config: ResolvedConfig) -> None:
         self._vocab_size, self._config = vocab_size, config
-        self._were_slow = False  # whether all masks together took too long in the last split step
+        self._were_slow = False  # whether all masks together took too long in the last masked step
         self.cpu_s: Callable[[], float] = time.thread_time
         self.wall_s: Callable[[], float] = time.perf_counter
 

@@ -7,8 +7,8 @@ were computed after a request ended are dropped.
     device | chunk, first tokens | steps 0            | steps 1             | steps 2 ...
     host   | dispatch ...        | read first, send 1 | read 0, dispatch 2  | read 1 ...
 
-If a request has a grammar, its steps are split in two (`_run_split`): the host computes the token masks from the
-drafts while the target verifies them. Whole steps of the other requests alternate with split ones
+If a request has a grammar, its steps are masked (`_fill_masks`): the host computes the token masks from the drafts
+while the target verifies them. Whole steps of the other requests alternate with masked ones
 (peagle.engine.host.scheduler).
 
     device | propose | verify                              | accept | propose | verify
@@ -113,7 +113,7 @@ class Engine(EngineBase):
             self._collect()
 
     def send(self) -> None:
-        """Run the first half of a step. Waits for the device only in a split step.
+        """Run the first half of a step. Waits for the device only in a masked step.
 
         For the driver of several engines, which alternates `send` and `receive`. Raises as `step` does.
         """
@@ -232,39 +232,36 @@ class Engine(EngineBase):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _send_steps(self, action: Steps) -> None:
-        """Send whole steps of all decoding requests without a grammar, or a split step of all requests."""
+        """Send whole steps of all decoding requests without a grammar, or a masked step of all requests."""
         sent_s = self._sending()
         if (batch := self._next_batch(action)) is None:
             return
         plan = self.batches.plan(batch.rows, batch.widths)
-        costs = self.batches.costs(batch, len(plan), self.costs, self._scheduler.num_active)
         requests = self.batches.by_row(batch.rows, len(plan))
-        if action.split:
-            result = self._run_split(batch, plan, costs, requests)
+        if batch.kind.masked:
+            fill = functools.partial(self._fill_masks, requests, plan[:, 1].tolist())
+            result = self.executor.masked_step(plan, batch.kind, fill)
         else:
+            costs = self.batches.costs(batch, len(plan), self.costs, self._scheduler.num_active)
             result = self.executor.steps(plan, costs, batch.count, batch.kind)
         sent = InFlight(action, result, requests, sent_s, batch.kind.num_drafts, batch.count)
         for _, handle in batch.rows:
             handle.rows_in_flight += sent.most_tokens
         self._in_flight.append(sent)
 
-    def _run_split(
-        self, batch: StepBatch, plan: np.ndarray, costs: np.ndarray, requests: Sequence[Handle | None]
-    ) -> jax.Array:
-        """Send a step with masks for the requests with a grammar; read all dispatches before it meanwhile."""
-        if batch.kind.adaptive:  # after whole steps the drafter may lag
-            self.executor.absorb(plan)
-        proposed = self.executor.propose(plan, costs, batch.kind)
-        verified = self.executor.verify(plan)
+    def _fill_masks(
+        self, requests: Sequence[Handle | None], widths: Sequence[int], proposed: jax.Array, verified: jax.Array
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Fill in the masks of a masked step while it verifies; read all dispatches before it meanwhile."""
         self._collect()  # a mask depends on all tokens before it
         drafts, read_s = np.asarray(proposed), time.perf_counter()
-        masks, counts = self.constrained.masks(requests, drafts, plan[:, 1].tolist())
-        for _, handle in batch.rows:
+        masks, counts = self.constrained.masks(requests, drafts, widths)
+        for handle in filter(None, requests):
             if handle.finished is None and handle.matcher is not None and (failure := handle.matcher.failure):
                 self.finish(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))
         if verified.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - read_s
-        return self.executor.accept_and_commit(plan, costs, masks, counts, batch.kind)
+        return masks, counts
 
     def _sending(self) -> float:
         """Return the time of a dispatch, which ends the gap before it."""
@@ -281,7 +278,7 @@ class Engine(EngineBase):
 
         def choose(count: int) -> StepBatch:
             drafts = self.config.num_drafts if self._can_gain(self._scheduler.num_active) else 0
-            return self.batches.choose(self._scheduler.decoding, drafts, action.split, count)
+            return self.batches.choose(self._scheduler.decoding, drafts, action.masked, count)
 
         batch = choose(action.count)
         for count in (action.count, 1):

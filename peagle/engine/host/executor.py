@@ -1,4 +1,4 @@
-"""Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a split step.
+"""Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a masked step.
 
 The executor is the engine's only door to the device. It holds the state and the pages. Verbs take host values and
 return arrays for the host to read, so several processes can run the same verbs (peagle.engine.devices.remote).
@@ -10,7 +10,7 @@ chunks come in a few sizes, and steps in a few variants. The state is donated.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias
 
@@ -30,6 +30,7 @@ from peagle.ops.messages import VerifyOutput
 from peagle.protocols import Drafter, Explains, Target
 
 ModelName: TypeAlias = Literal["target", "drafter"]
+FillMasks: TypeAlias = Callable[[jax.Array, jax.Array], tuple[np.ndarray, np.ndarray]]
 NO_PAGES = PagedCache((), ())
 
 
@@ -193,12 +194,21 @@ class Executor:
         after = programs.absorb_program(tree, self.shape)(models, _without_target(self.state), plan)
         self._state = dataclasses.replace(after, target_cache=target_cache, adjustments=adjustments)
 
-    def propose(self, plan: np.ndarray, costs: np.ndarray, kind: StepKind) -> jax.Array:
-        """Dispatch the first part of a split step; return the drafts, whose copy to the host is started."""
+    def masked_step(self, plan: np.ndarray, kind: StepKind, fill: FillMasks) -> jax.Array:
+        """Dispatch one step in three programs; return its packed output [1, B, W].
+
+        fill(drafts, an array of the verification) reads the drafts, while the target verifies them, and returns masks
+        and counts for `accept_and_commit`.
+        """
+        drafts, verified = self.propose(plan, kind), self.verify(plan)
+        return self.accept_and_commit(plan, *fill(drafts, verified), kind)
+
+    def propose(self, plan: np.ndarray, kind: StepKind) -> jax.Array:
+        """Dispatch the first part of a masked step; return the drafts, whose copy to the host is started."""
         (models, tree), state = self._drafters, _without_target(self.state)
         program = programs.propose_program(tree, kind, self.shape)
         (drafter_state, lookup_state), self._proposed = program(
-            models, (state.drafter_state, state.lookup_state), _without_drafter(state), plan, costs
+            models, (state.drafter_state, state.lookup_state), _without_drafter(state), plan
         )
         self._state = dataclasses.replace(self.state, drafter_state=drafter_state, lookup_state=lookup_state)
         self._proposed.draft_token_ids.copy_to_host_async()
@@ -213,16 +223,14 @@ class Executor:
         self._state = dataclasses.replace(self.state, target_cache=PagedCache(pages, ()))
         return self._verified.logits
 
-    def accept_and_commit(
-        self, plan: np.ndarray, costs: np.ndarray, masks: np.ndarray, counts: np.ndarray, kind: StepKind
-    ) -> jax.Array:
+    def accept_and_commit(self, plan: np.ndarray, masks: np.ndarray, counts: np.ndarray, kind: StepKind) -> jax.Array:
         """Dispatch the last part; return its packed output [1, B, W].
 
         masks: uint32 [B, K+1, W] (peagle.engine.step.masks). counts: int32 [B], how many drafts of a slot may count.
         """
         small, kept = _split(self.state)
         program = programs.accept_and_commit_program(kind, self.shape)
-        after, outputs = program(small, plan, self._proposed, self._verified, costs, masks, counts)
+        after, outputs = program(small, plan, self._proposed, self._verified, masks, counts)
         outputs.copy_to_host_async()
         self._state = _join(after, kept)
         return outputs  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.engine.auto.costs import StepCosts
 from peagle.engine.auto.state import Counts
 from peagle.engine.host.pass_plans import read_chunk_plan, read_step_plan
 from peagle.engine.memory.kv_memory import KVMemory
@@ -194,15 +195,13 @@ def propose_program(models: Any, kind: StepKind, shape: ProgramShape) -> Any:
         drafter_states: tuple[Any, Any],
         small: DecodeState,
         plan: jax.Array,
-        costs: jax.Array,
     ) -> tuple[tuple[Any, Any], Proposed]:
         _traces["propose"] += 1
         state = dataclasses.replace(small, drafter_state=drafter_states[0], lookup_state=drafter_states[1])
         batch, widths = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
         rows = take(state, batch, kind.input_rows, adjusts=False)
         drafter, lookup = jax.tree.unflatten(models, model_leaves)
-        step_costs = kind.costs(costs, plan.shape[0])
-        after, proposed = propose(drafter, rows, widths, step_costs, kind, lookup, always_draft=True)
+        after, proposed = propose(drafter, rows, widths, StepCosts.unknown(len(plan), kind.num_drafts), kind, lookup)
         left = put(state, batch, dataclasses.replace(after, drafter_input=None))
         proposed = dataclasses.replace(proposed, widths=_dispatched_async(proposed.widths, plan[0, 0]))
         return (left.drafter_state, left.lookup_state), proposed
@@ -232,7 +231,6 @@ def accept_and_commit_program(kind: StepKind, shape: ProgramShape) -> Any:
         plan: jax.Array,
         proposed: Proposed,
         verified: VerifyOutput,
-        costs: jax.Array,
         masks: jax.Array,
         counts: jax.Array,
     ) -> tuple[DecodeState, jax.Array]:
@@ -240,7 +238,8 @@ def accept_and_commit_program(kind: StepKind, shape: ProgramShape) -> Any:
         batch, _ = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
         rows = take(small, batch, kind.input_rows, adjusts=True)
         proposed = dataclasses.replace(proposed, widths=jnp.minimum(proposed.widths, counts))
-        after, output = accept_and_commit(rows, proposed, verified, kind.costs(costs, plan.shape[0]), kind, masks)
+        costs = StepCosts.unknown(len(plan), kind.num_drafts)
+        after, output = accept_and_commit(rows, proposed, verified, costs, kind, masks)
         return put(small, batch, after), _dispatched_async(output.pack()[None], plan[0, 0])
 
     return _compiled(_accept_drafts, 0)

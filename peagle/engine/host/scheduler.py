@@ -14,8 +14,8 @@ STEPS_SHARE = 0.5  # time of the steps between two chunks, over the time of a ch
 LONGEST_DISPATCH_S = 0.012  # of steps: slow steps come in shorter dispatches, so that tokens arrive in time
 WAITING_SHARE = 4  # while a request waits for a slot, divide the steps of a dispatch by this
 KEPT_SPEED = 0.8  # share of their speed that requests without a grammar keep while one with a grammar runs
-MOST_BETWEEN_SPLITS = 64  # most whole steps between two split ones
-SPLITS_UNMEASURED = 16  # after so many split steps a whole step runs, and is timed again
+MOST_BETWEEN_MASKED = 64  # most whole steps between two masked ones
+MASKED_UNMEASURED = 16  # after so many masked steps a whole step runs, and is timed again
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -42,20 +42,20 @@ class Chunk(Generic[Key]):
 class Steps:
     """Run at most `count` steps of all decoding slots without a grammar.
 
-    split: run one step of all decoding slots, split so that the host can compute masks in between.
+    masked: run one step of all decoding slots, cut so that the host can compute masks in between.
     """
 
     count: int
-    split: bool = False
+    masked: bool = False
 
 
 @dataclass(frozen=True)
 class DispatchTimes:
-    """Seconds of the latest chunk, step and split step; 0: not measured yet."""
+    """Seconds of the latest chunk, step and masked step; 0: not measured yet."""
 
     chunk_s: float = 0.0
     step_s: float = 0.0
-    split_s: float = 0.0
+    masked_s: float = 0.0
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Scheduler(Generic[Key]):
     _progress: dict[Key, _Progress] = field(default_factory=dict, init=False)  # of prefilling requests, in order
     _steps_due: bool = field(default=False, init=False)  # a chunk was sent, and no steps since
     _constrained: set[Key] = field(default_factory=set, init=False)  # requests with a grammar
-    _owed: int = field(default=0, init=False)  # whole steps before the next split one
+    _owed: int = field(default=0, init=False)  # whole steps before the next masked one
     _cuts: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ class Scheduler(Generic[Key]):
         return PromptPiece(key, done, count, done + count == length)
 
     def _steps(self, times: DispatchTimes) -> Steps:
-        """Choose steps: split ones while a request has a grammar, and whole steps of the others in between."""
+        """Choose steps: masked ones while a request has a grammar, and whole steps of the others in between."""
         num_constrained = sum(key in self._constrained for _, key in self.decoding)
         if not num_constrained:
             return Steps(self._num_steps(times))
@@ -175,22 +175,22 @@ class Scheduler(Generic[Key]):
             self._owed -= count
             return Steps(count)
         self._cuts += 1
-        self._owed = self._steps_between_splits(times)
-        return Steps(1, split=True)
+        self._owed = self._steps_between_masked(times)
+        return Steps(1, masked=True)
 
-    def _steps_between_splits(self, times: DispatchTimes) -> int:
-        """Count the whole steps n between two split ones, so that requests without a grammar keep KEPT_SPEED.
+    def _steps_between_masked(self, times: DispatchTimes) -> int:
+        """Count the whole steps n between two masked ones, so that requests without a grammar keep KEPT_SPEED.
 
-        They keep (n + 1) step_s / (split_s + n step_s). For a small model, a split step takes several times as long as
-        a whole one. n has a limit, so that requests with a grammar advance.
+        They keep (n + 1) step_s / (masked_s + n step_s). For a small model, a masked step takes several times as long
+        as a whole one. n has a limit, so that requests with a grammar advance.
         """
-        least = int(self._cuts % SPLITS_UNMEASURED == 0)
-        if not (times.step_s and times.split_s):
+        least = int(self._cuts % MASKED_UNMEASURED == 0)
+        if not (times.step_s and times.masked_s):
             return 1
-        missing, gained = KEPT_SPEED * times.split_s - times.step_s, (1 - KEPT_SPEED) * times.step_s
+        missing, gained = KEPT_SPEED * times.masked_s - times.step_s, (1 - KEPT_SPEED) * times.step_s
         if missing <= 0:
             return least
-        return MOST_BETWEEN_SPLITS if missing >= MOST_BETWEEN_SPLITS * gained else math.ceil(missing / gained)
+        return MOST_BETWEEN_MASKED if missing >= MOST_BETWEEN_MASKED * gained else math.ceil(missing / gained)
 
     def _num_steps(self, times: DispatchTimes) -> int:
         prefilling = bool(self._progress)

@@ -56,7 +56,7 @@ class LoopClock:
         self.times.busy_s += seconds
         if isinstance(sent.action, Chunk):
             self.latest = replace(self.latest, chunk_s=seconds)
-        elif sent.action.split:
-            self.latest = replace(self.latest, split_s=seconds)
+        elif sent.action.masked:
+            self.latest = replace(self.latest, masked_s=seconds)
         else:
             self.latest = replace(self.latest, step_s=seconds / sent.num_steps)

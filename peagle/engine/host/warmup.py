@@ -42,32 +42,27 @@ class WarmUp:
         """Run once the programs that such requests need (`Engine.warm_up`); return whether some of them are new."""
         executor, batches = self._executor, self._batches
         kinds = self._step_kinds(costs, sampled, full_logits, alone)
-        missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
-        split = set()
         if constrained:
-            kinds = {batches.kind(drafts, sampled=True, full_logits=True) for drafts in batches.program_drafts}
-            split = {("split", kind, size) for kind in kinds for size in batches.sizes} - self._warm
+            kinds |= {batches.kind(drafts, masked=True) for drafts in batches.program_drafts}
+        missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
         fully = {"full first token"} - self._warm if full_logits or constrained else set()
         prompts = {("prompts", with_drafter) for with_drafter in self._prefills(alone)} - self._warm
         # the largest programs first, because they take longest to compile
         by_size = sorted(missing, key=lambda program: (-program[1], -program[0].num_drafts, str(program[0])))
         steps = [(batches.empty_plan(size), kind) for kind, size in by_size]
-        with executor.compiling_steps(steps):
+        with executor.compiling_steps([(plan, kind) for plan, kind in steps if not kind.masked]):
             for _, with_drafter in sorted(prompts):
                 self._prefill(with_drafter)
             if fully:
                 self._admit_none(Request((0,), 1, logprobs=0))
         for plan, kind in steps:
             interrupt.check()
-            executor.steps(plan, kind.no_costs(len(plan)), 1, kind)
-        if constrained and self._config.adaptive:
-            for size in batches.sizes:  # a split step begins with it
-                executor.absorb(batches.empty_plan(size))
-        for _, kind, size in sorted(split, key=str):
-            interrupt.check()
-            self._split_step(kind, size)
+            if kind.masked:
+                executor.masked_step(plan, kind, self._allow_all)
+            else:
+                executor.steps(plan, kind.no_costs(len(plan)), 1, kind)
         executor.settle()
-        new = missing | split | fully | prompts
+        new = missing | fully | prompts
         self._warm |= new
         return bool(new)
 
@@ -113,12 +108,9 @@ class WarmUp:
         params = SlotParams.of(request, (), self._vocab_size)
         self._executor.admit((0,), self._config.slots * ones, ones, -ones, [params])
 
-    def _split_step(self, kind: StepKind, size: int) -> None:
-        plan, costs = self._batches.empty_plan(size), kind.no_costs(size)
-        self._executor.propose(plan, costs, kind)
-        self._executor.verify(plan)
-        masks = all_allowed(size, kind.num_drafts + 1, self._vocab_size)
-        self._executor.accept_and_commit(plan, costs, masks, np.zeros((size,), np.int32), kind)
+    def _allow_all(self, drafts: jax.Array, _: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        size, num_drafts = drafts.shape
+        return all_allowed(size, num_drafts + 1, self._vocab_size), np.zeros((size,), np.int32)
 
     # --- what `auto` measures (peagle.engine.auto.measure) ------------------------------------------------------------
 

@@ -55,13 +55,8 @@ def propose(
     costs: StepCosts,
     kind: StepKind,
     lookup: Drafter | None = None,
-    always_draft: bool = False,
 ) -> tuple[DecodeState, Proposed]:
-    """Propose the drafts of a step. Of the state, only the drafters' parts change.
-
-    always_draft: run the drafter even if its drafts gain nothing; the caller has made sure that its input fits one pass
-    of K + 1 rows.
-    """
+    """Propose the drafts of a step. Of the state, only the drafters' parts change."""
     widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
     keys = synthetic = None
     if kind.sampled or kind.synthetic_acceptance is not None:
@@ -79,8 +74,8 @@ def propose(
     with jax.named_scope(DRAFT_PART):
         if kind.adaptive:
             confidence = None if synthetic is None else synthetic.confidence
-            sources = drafter, lookup
-            state, choice, read = _propose_adaptively(*sources, state, widths, costs, chooser, confidence, always_draft)
+            sources, always = (drafter, lookup), kind.masked
+            state, choice, read = _propose_adaptively(*sources, state, widths, costs, chooser, confidence, always)
             return state, Proposed(choice.widths, choice.token_ids, keys, read, choice.num, choice, synthetic)
         state, draft = _run_drafter(drafter, state, widths, chooser, kind.num_drafts)
     return state, Proposed(widths, draft.token_ids, keys, ~state.done, widths, synthetic=synthetic)
@@ -146,11 +141,12 @@ def _propose_adaptively(
     costs: StepCosts,
     chooser: Choose,
     confidence: jax.Array | None,
-    always_draft: bool,
+    always: bool,
 ) -> tuple[DecodeState, Choice, jax.Array]:
     """Propose limits[b] drafts at most per slot, by the better of its sources; choose how many to verify.
 
-    confidence: in place of the drafter's. Also returns which slots' drafter_input has been read.
+    confidence: in place of the drafter's. always: the drafter runs even if its drafts gain nothing. Also returns which
+    slots' drafter_input has been read.
     """
     assert state.auto is not None
     assert state.drafter_input is not None
@@ -160,13 +156,12 @@ def _propose_adaptively(
     if lookup is not None:  # it reads its input at once
         state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)
         read = state.drafting == Drafting.LOOKUP_ONLY
-    must_run = None if always_draft else jnp.any(state.uses_drafter & has_no_room(state, max(num_drafts, MOST_PAUSE)))
+    must_run = None if always else jnp.any(state.uses_drafter & has_no_room(state, max(num_drafts, MOST_PAUSE)))
     plan = plan_drafting(auto, slots, limits, num_unread, state.uses_drafter, must_run, looked_up)
 
     def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
         state, _ = carry
-        if not always_draft:
-            state = run_if(plan.behind, lambda state: absorb(drafter, lookup, state), state)
+        state = run_if(plan.behind, lambda state: absorb(drafter, lookup, state), state)
         state, draft = _run_drafter(drafter, state, plan.num, chooser, num_drafts)
         known = draft.confidence if confidence is None else confidence
         if known is None:  # the drafter reports none
@@ -175,7 +170,7 @@ def _propose_adaptively(
 
     shape = (state.slots, num_drafts)
     none = DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.zeros(shape, jnp.float32))
-    state, draft = run((state, none)) if always_draft else run_if(plan.runs, run, (state, none))
+    state, draft = run((state, none)) if always else run_if(plan.runs, run, (state, none))
     return state, choose(auto, slots, plan, draft), state.may_draft & (plan.runs | read)
 
 

@@ -11,7 +11,7 @@ A step that does not run the drafter appends the committed tokens to drafter_inp
 later, so that its cache has no gap when the slot drafts again. In a slot that drafts by lookups only, drafter_input
 holds only the latest step's rows.
 
-For grammars the step can be split after `propose` and after `verify`. While the target verifies, the host reads the
+A masked step, for grammars, is cut after `propose` and after `verify`. While the target verifies, the host reads the
 drafts and fills in the masks for acceptance (peagle.engine.step.masks).
 """
 

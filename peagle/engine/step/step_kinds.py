@@ -25,6 +25,8 @@ class StepKind:
     synthetic_acceptance   see `draw_synthetic`
     keep_drafter_input     False if no row drafts again: plain steps then keep nothing for the drafter
     adaptive               the step chooses its widths, and may pause drafting
+    masked                 one step in three programs: the host fills in token masks while the target verifies
+                           (Executor.masked_step). The drafter always runs, and every draft is verified
     """
 
     num_drafts: int
@@ -33,6 +35,7 @@ class StepKind:
     synthetic_acceptance: tuple[float, ...] | None = None
     keep_drafter_input: bool = True
     adaptive: bool = False
+    masked: bool = False
 
     def no_costs(self, size: int) -> np.ndarray:
         """Make the packed costs of a batch of this size that are not measured; empty if steps are not adaptive."""

@@ -191,18 +191,16 @@ def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), HARD, dataclasses.replace(HARD, temperature=0.8)])
-def test_a_step_split_in_two_is_the_step(target: GptOss, sampling: SamplingParams) -> None:
+def test_a_masked_step_that_allows_all_is_the_step(target: GptOss, sampling: SamplingParams) -> None:
     kind = StepKind(K, sampled=True, full_logits=True)
     all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
     all_count = np.full(all_may.shape[0], kind.num_drafts, np.int32)
-    (whole, plan), (split, _) = (start(target, sampling, [K, 2]) for _ in range(2))
+    (whole, plan), (masked, _) = (start(target, sampling, [K, 2]) for _ in range(2))
     for _ in range(4):
         expected = whole.steps(plan, NO_COSTS, 1, kind)
-        split.propose(plan, NO_COSTS, kind)
-        split.verify(plan)
-        output = split.accept_and_commit(plan, NO_COSTS, all_may, all_count, kind)
+        output = masked.masked_step(plan, dataclasses.replace(kind, masked=True), lambda *_: (all_may, all_count))
         np.testing.assert_array_equal(output, expected)
-    for mine, theirs in zip(jax.tree.leaves(split.state), jax.tree.leaves(whole.state), strict=True):
+    for mine, theirs in zip(jax.tree.leaves(masked.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 

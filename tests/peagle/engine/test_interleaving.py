@@ -79,7 +79,7 @@ class EvenClock(LoopClock):
 
     def read(self, sent: InFlight, now: float) -> None:
         super().read(sent, now)
-        self.latest = DispatchTimes(chunk_s=1e-3, step_s=1e-4, split_s=3e-4)
+        self.latest = DispatchTimes(chunk_s=1e-3, step_s=1e-4, masked_s=3e-4)
 
 
 class EvenlyPaced(Engine):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peagle.engine.host.scheduler import (
     KEPT_SPEED,
     LONGEST_DISPATCH_S,
-    MOST_BETWEEN_SPLITS,
+    MOST_BETWEEN_MASKED,
     WAITING_SHARE,
     Chunk,
     DispatchTimes,
@@ -58,8 +58,8 @@ class Simulation:
         else:
             assert 1 <= action.count <= self.scheduler.steps_per_dispatch
             held = [key for _, key in self.scheduler.decoding]
-            assert not action.split or (action.count == 1 and self.constrained.intersection(held))
-            going = [key for key in held if action.split or key not in self.constrained]
+            assert not action.masked or (action.count == 1 and self.constrained.intersection(held))
+            going = [key for key in held if action.masked or key not in self.constrained]
             assert going, "a dispatch that moves nobody"
             for key in going:
                 self.left[key] -= action.count
@@ -164,11 +164,11 @@ def test_a_dispatch_of_many_rows_takes_no_longer_than_one_of_few() -> None:
 @pytest.mark.parametrize("steps_per_dispatch", [1, 24])
 @pytest.mark.parametrize("waiting", [0, 3])
 @pytest.mark.parametrize(
-    ("step_s", "split_s"), [(1e-4, 4.9e-4), (1e-4, 1e-3), (8e-3, 9e-3), (1e-2, 2e-2), (1e-2, 3e-2), (5e-3, 2e-2)]
+    ("step_s", "masked_s"), [(1e-4, 4.9e-4), (1e-4, 1e-3), (8e-3, 9e-3), (1e-2, 2e-2), (1e-2, 3e-2), (5e-3, 2e-2)]
 )
-def test_requests_beside_a_grammar_keep_their_speed(step_s, split_s, waiting, steps_per_dispatch) -> None:
+def test_requests_beside_a_grammar_keep_their_speed(step_s, masked_s, waiting, steps_per_dispatch) -> None:
     """Whatever limits a dispatch, and whoever waits. Split steps are of all slots, whole ones of the others."""
-    costs = DispatchTimes(1.0, step_s, split_s)
+    costs = DispatchTimes(1.0, step_s, masked_s)
     scheduler: Scheduler[str] = Scheduler(2, [(1, 8)], steps_per_dispatch)
     for key in ("free", "bound"):
         scheduler.add(key, 3, constrained=key == "bound")
@@ -177,16 +177,16 @@ def test_requests_beside_a_grammar_keep_their_speed(step_s, split_s, waiting, st
     for index in range(waiting):
         scheduler.add(f"waiting {index}", 3)
     sent = [action for _ in range(4000) if isinstance(action := scheduler.next(costs), Steps)]
-    seconds = sum(split_s if action.split else action.count * step_s for action in sent)
+    seconds = sum(masked_s if action.masked else action.count * step_s for action in sent)
     assert sum(action.count for action in sent) * step_s / seconds >= 0.98 * KEPT_SPEED
-    assert sum(action.split for action in sent) >= len(sent) / (MOST_BETWEEN_SPLITS + 1)
-    assert any(not action.split for action in sent)  # now and then a whole step is timed again
+    assert sum(action.masked for action in sent) >= len(sent) / (MOST_BETWEEN_MASKED + 1)
+    assert any(not action.masked for action in sent)  # now and then a whole step is timed again
     scheduler.remove("free")
     if not waiting:
-        assert [scheduler.next(costs) for _ in range(40)] == [Steps(1, split=True)] * 40
+        assert [scheduler.next(costs) for _ in range(40)] == [Steps(1, masked=True)] * 40
 
 
-def test_a_split_step_that_takes_very_long_still_comes() -> None:
+def test_a_masked_step_that_takes_very_long_still_comes() -> None:
     scheduler: Scheduler[str] = Scheduler(2, [(1, 8)], steps_per_dispatch=24)
     for key in ("free", "bound"):
         scheduler.add(key, 3, constrained=key == "bound")
@@ -195,10 +195,10 @@ def test_a_split_step_that_takes_very_long_still_comes() -> None:
     sent = [action for _ in range(200) if isinstance(action := scheduler.next(DispatchTimes(1.0, 1e-4, 1.0)), Steps)]
     between = [
         sum(steps.count for steps in run)
-        for split, run in itertools.groupby(sent, lambda steps: steps.split)
-        if not split
+        for masked, run in itertools.groupby(sent, lambda steps: steps.masked)
+        if not masked
     ]
-    assert max(between) == MOST_BETWEEN_SPLITS
+    assert max(between) == MOST_BETWEEN_MASKED
 
 
 @given(ARRIVALS, st.integers(1, 3), st.randoms())
