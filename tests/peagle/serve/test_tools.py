@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,7 +14,6 @@ import pydantic_core
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.cli.serve import Serve
 from peagle.serve import responses
 from peagle.serve.bodies import Body, ChatMessage
 from peagle.serve.errors import ApiError
@@ -24,6 +24,7 @@ from tests.support import servers
 from tests.support.harmony import LONG, USER, called, final, instructed, request_of, said, thought
 from tests.support.servers import CHAT, COMPLETIONS, MODEL, RESPONSES, answer, client_of, error_of, stream
 
+GUIDE = Path(responses.__file__).with_name("README.md")
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -288,9 +289,9 @@ def test_an_answer_is_read_whole_and_in_a_stream(saying: Making, harmony: Tokeni
     assert streamed["reasoning"] == message.get("reasoning", "")
 
 
-def test_the_example_in_the_help_calls_a_tool_and_answers_from_its_result(saying: Making) -> None:
-    text = re.sub(r"\[/?cyan\]", "", Serve.__doc__ or "")
-    question, continued = (json.loads(body) for body in re.findall(r"chat/completions --json '([^']*)'", text))
+def test_the_guides_example_calls_a_tool_and_answers_from_its_result(saying: Making) -> None:
+    examples = re.findall(r"```json\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    question, continued = map(json.loads, examples)
     # the call's header ends the prompt, as a call is required
     client = client_of(
         saying((question, "{}<|call|>"), (continued, "<|channel|>final<|message|>It is noon.<|return|>"))

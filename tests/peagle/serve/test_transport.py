@@ -20,7 +20,6 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from peagle.cli.serve import Serve
 from peagle.serve.app import create_app
 from peagle.serve.http import EventStream, Refusals, Unsent
 from peagle.serve.server import Connection, ServerOptions
@@ -38,7 +37,7 @@ Make = Callable[..., SharedState]
 
 def test_an_idle_connection_is_kept_for_75_seconds_by_default_and_as_long_as_is_said(make: Make) -> None:
     """Longer than the minute after which clients with pools give their connections up."""
-    assert Serve().keep_alive == ServerOptions().keep_alive_s == 75
+    assert ServerOptions().keep_alive_s == 75
     with running(make(), keep_alive_s=1) as server, server.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert received(connection).count(b"200 OK") == 1
