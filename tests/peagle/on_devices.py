@@ -314,7 +314,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(tmp_path: Path) 
     save_target(tmp_path / "tiny", params, TINY, dtype=np.float32, mxfp4=False)
     target, _ = load_over(tmp_path / "tiny", MeshShape(3), implementation=FAST)
     loaded = load_target(tmp_path / "tiny", implementation=FAST)
-    happened = interleave([target], decoded_alone(GptOss(loaded.params, loaded.config)), 10, 1, NGram())
+    happened = interleave([target], decoded_alone(GptOss(loaded.params, loaded.config)), 10, 1, NGram(), 0)
     assert min(happened[name] for name in ("slot reused", "aborted in flight", "cannot draft", "beside a grammar")) > 0
 
 

@@ -77,7 +77,7 @@ OPERANDS = {
         "op.index": "op.rows",
         "op.probability": "op.rows",
     },
-    "void RotateAndWrite(const Attention& op, const Rotation& rotation) {": {
+    "void RotateAndWrite(const Attention& op, const Rotation& rotation, Parallel& parallel) {": {
         "rotation.qkv": "op.batch * op.width * (op.heads + 2 * op.kv_heads) * op.head_dim",
         "rotation.cos": "op.batch * op.width * op.head_dim / 2",
         "rotation.sin": "op.batch * op.width * op.head_dim / 2",
