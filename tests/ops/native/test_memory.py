@@ -32,17 +32,17 @@ RECOVER = "-fsanitize-recover=address"
 # the first line of a function: (operand, elements)
 OPERANDS = {
     "void RunLinear(const Linear& op, Parallel& parallel) {": {
-        "op.x": "op.rows * op.weight.inputs",
+        "Bytes(op.x)": "op.rows * op.weight.inputs * (op.weight.bfloat16_rows ? 2 : 4)",
         "op.norm.weight": "op.weight.inputs",
         "Bytes(op.weight.panels)": "Panels(op.weight.outputs) * PanelBytes(op.weight)",
         "op.weight.scales": "Panels(op.weight.outputs) * kPanelRows * op.weight.inputs / 32",
         "op.bias": "op.weight.outputs",
-        "op.residual": "op.rows * op.weight.outputs",
+        "Bytes(op.residual)": "op.rows * op.weight.outputs * (op.bfloat16_out ? 2 : 4)",
         "op.positions": "op.rows",
-        "op.out": "op.rows * op.weight.outputs",
+        "Bytes(op.out)": "op.rows * op.weight.outputs * (op.bfloat16_out ? 2 : 4)",
     },
     "void RunExperts(const Experts& op, Parallel& parallel) {": {
-        "op.x": "op.rows * op.router.inputs",
+        "Bytes(op.x)": "op.rows * op.router.inputs * (op.router.bfloat16_rows ? 2 : 4)",
         "op.norm.weight": "op.router.inputs",
         "Bytes(op.router.panels)": "Panels(op.num_experts) * PanelBytes(op.router)",
         "op.router_bias": "op.num_experts",
@@ -53,7 +53,7 @@ OPERANDS = {
         "op.down.scales": "op.num_local * Panels(op.down.outputs) * kPanelRows * op.down.inputs / 32",
         "op.down_bias": "op.num_local * op.down.outputs",
         "op.positions": "op.rows",
-        "op.out": "op.rows * op.router.inputs",
+        "Bytes(op.out)": "op.rows * op.router.inputs * (op.bfloat16_out ? 2 : 4)",
     },
     "void RunAttention(const Attention& op, Parallel& parallel) {": {
         "Bytes(op.query)": "op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
