@@ -101,16 +101,24 @@ def headers() -> Path:
 def build(directory: Path = HERE, *, every: bool = True, sanitize: bool = False) -> list[Path]:
     """Compile the CPU kernels' libraries into `directory`; return their paths.
 
-    every: all instruction sets; else `sets_of_this_machine`. Raises BuildError with the compiler's first error.
+    every: all instruction sets; else `sets_of_this_machine`. If the compiler is too old for the best of these, the next
+    one that it knows takes its place. Raises BuildError with the compiler's first error.
     """
+    flags = instruction_sets()
+    chosen = list(flags if every else sets_of_this_machine())
+    sources, order = [HERE / source for source in SOURCES], list(flags)
 
-    def one(isa: str, flags: tuple[str, ...]) -> Path:
-        sources = [HERE / source for source in SOURCES]
-        return compile_library(library(isa, directory), sources, *flags, *(SANITIZE if sanitize else ()))
+    def one(isa: str) -> Path:
+        others = [other for other in order[order.index(isa) + 1 :] if other not in chosen]
+        try:
+            return compile_library(library(isa, directory), sources, *flags[isa], *(SANITIZE if sanitize else ()))
+        except BuildError:
+            if not others:
+                raise
+            return one(others[0])
 
-    sets = instruction_sets() if every else sets_of_this_machine()
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(one, sets.keys(), sets.values()))
+        return list(pool.map(one, chosen))
 
 
 def build_launcher() -> list[Path]:

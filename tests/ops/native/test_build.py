@@ -322,6 +322,20 @@ def test_each_set_is_compiled_from_all_sources_with_its_flags(
             assert ("-fsanitize=address" in command) == sanitize
 
 
+def test_a_compiler_too_old_for_the_best_set_compiles_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path
+) -> None:
+    monkeypatch.setattr(build, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    features = {flag[2:] for flags in build.instruction_sets().values() for flag in flags}
+    (tmp_path / "cpuinfo").write_text(f"flags : {' '.join(features).replace('-', '_')}\n")
+    knows_no_tiles = 'case "$*" in *-mamx-tile*) exit 1; esac'
+    stand_in(monkeypatch, tmp_path, knows_no_tiles, 'for last; do :; done; echo "$@" > "$last"')
+    assert build.build(out, every=False) == [build.library(isa, out) for isa in ("avx512bf16", "portable")]
+    with pytest.raises(BuildError):
+        build.build(out)
+
+
 def test_without_a_compiler_it_says_so(
     monkeypatch: pytest.MonkeyPatch, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
