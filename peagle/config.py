@@ -339,7 +339,7 @@ class LoadConfig:
     query_blocks: Annotated[int, Flag(ENGINE, "N")] = 1
     """Compute a prompt pass's attention in N blocks of rows, of 32 or more: less memory, more time."""
     ffn_blocks: Annotated[int, Flag(ENGINE, "M")] = 1
-    """The same of its experts; each block reads them."""
+    """Compute its experts in M blocks of rows: less memory, but each block reads their weights."""
     dtype: Annotated[DtypeName | None, Flag(MACHINE, "DTYPE")] = None
     """Compute in float32 or bfloat16. Default: bfloat16; on a CPU, float32 without kernels or for a float32 target."""
     experts: Annotated[ExpertsChoice, Flag(MACHINE, "LAYOUT")] = "auto"

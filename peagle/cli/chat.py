@@ -51,7 +51,9 @@ class Chat:
 
     rendering: Annotated[Rendering, Takes("system", "reasoning_effort")] = Rendering()
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
-    engine: Annotated[EngineConfig, Takes("num_speculative_tokens", "context")] = EngineConfig(prefix_cache="on")
+    engine: Annotated[EngineConfig, Takes("num_speculative_tokens", "context", "prefill_chunk")] = EngineConfig(
+        prefix_cache="on"
+    )
     sampling: Annotated[SamplingParams, Takes("temperature", "top_p", "seed")] = SamplingParams()
     answer: Annotated[AnswerConfig, Takes("max_new_tokens")] = AnswerConfig(max_new_tokens=1024)
     quiet: Annotated[bool, QUIET] = False

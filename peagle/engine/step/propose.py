@@ -74,8 +74,9 @@ def propose(
     with jax.named_scope(DRAFT_PART):
         if kind.adaptive:
             confidence = None if synthetic is None else synthetic.confidence
-            sources, always = (drafter, lookup), kind.masked
-            state, choice, read = _propose_adaptively(*sources, state, widths, costs, chooser, confidence, always)
+            state, choice, read = _propose_adaptively(
+                drafter, lookup, state, widths, costs, chooser, confidence, always=kind.masked
+            )
             return state, Proposed(choice.widths, choice.token_ids, keys, read, choice.num, choice, synthetic)
         state, draft = _run_drafter(drafter, state, widths, chooser, kind.num_drafts)
     return state, Proposed(widths, draft.token_ids, keys, ~state.done, widths, synthetic=synthetic)
