@@ -1,3 +1,3 @@
-"""P-EAGLE, EAGLE-3 and DFlash drafters in JAX. Imports no other package of the project but peagle.ops."""
+"""P-EAGLE, EAGLE-3 and DFlash drafters in JAX. Of ours they import peagle.base and peagle.ops alone."""
 
-import peagle  # noqa: F401  sets the XLA flag of peagle.ops.jax_workaround, even if only this package is imported
+import peagle  # noqa: F401  sets the XLA flag of peagle.base.jax_workaround, even if only this package is imported

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from peagle.ops.rope import RopeConfig
 
 Kind = Literal["P-EAGLE", "EAGLE-3", "DFlash"]

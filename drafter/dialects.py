@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drafter.config import DrafterConfig, check_aux_layer_ids
-from peagle.ops.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json
-from peagle.ops.errors import InputError
+from peagle.base.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json
+from peagle.base.errors import InputError
+from peagle.base.settings import Key, brief, flag, mapping, naming, number, read_keys, refuse_others, render_keys, whole
 from peagle.ops.rope import parse_rope, render_rope
-from peagle.ops.settings import Key, brief, flag, mapping, naming, number, read_keys, refuse_others, render_keys, whole
 
 Dialect = Literal["vllm", "speculators"]
 FIRST_LAYERS: dict[Dialect, str] = {"vllm": "midlayer", "speculators": "layers.0"}

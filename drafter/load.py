@@ -35,12 +35,12 @@ from drafter.dialects import (
     render_config,
 )
 from drafter.params import DrafterLayerParams, DrafterParams
-from peagle.ops.checkpoint import Checkpoint, write_checkpoint
-from peagle.ops.errors import InputError, InputWarning
+from peagle.base.checkpoint import Checkpoint, write_checkpoint
+from peagle.base.errors import InputError, InputWarning
+from peagle.base.memory import to_device
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, arrange_embedding, as_matrix, take_outputs
 from peagle.ops.linear.packed import BFLOAT16
-from peagle.ops.memory import to_device
 
 
 def load_drafter(

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from drafter.vocabulary import Coverage
-from peagle.ops.checkpoint import CONFIG
-from peagle.ops.errors import InputError
+from peagle.base.checkpoint import CONFIG
+from peagle.base.errors import InputError
 
 RECIPE = "recipe.json"
 DRAFTER = "drafter"  # subfolder

@@ -18,8 +18,8 @@ import numpy as np
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of
+from peagle.base.errors import InputError
+from peagle.base.files import reason_of
 from peagle.ops.linear import SplitMatrix, take_outputs
 
 FREQUENT_TOKENS = "frequent_tokens.json"

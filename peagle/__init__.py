@@ -10,22 +10,22 @@ for piece in pair.stream("def mean(values): ..."):
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from peagle.ops import errors as _errors
-from peagle.ops import jax_workaround as _jax_workaround
+from peagle.base import errors as _errors
+from peagle.base import jax_workaround as _jax_workaround
 
 _jax_workaround.apply()
 
 if TYPE_CHECKING:
+    from peagle.answers.result import Result
+    from peagle.answers.stream import AsyncStream, Stream
+    from peagle.base.errors import InputError, InputWarning
     from peagle.config import EngineConfig, LoadConfig, SamplingParams
     from peagle.engine.grammar import Grammar
     from peagle.engine.host.engine import Engine
     from peagle.engine.host.handle import EngineError
     from peagle.engine.request import Request, TokenChunk
-    from peagle.loading import load
-    from peagle.ops.errors import InputError, InputWarning
+    from peagle.loading.load import load
     from peagle.pair import Pair
-    from peagle.result import Result
-    from peagle.stream import AsyncStream, Stream
 
 # Modules of the public names. They are imported on first use (PEP 562), so that `import peagle` takes milliseconds.
 _MODULES = {
@@ -34,11 +34,11 @@ _MODULES = {
     "peagle.engine.grammar": ("Grammar",),
     "peagle.engine.host.handle": ("EngineError",),
     "peagle.engine.request": ("Request", "TokenChunk"),
-    "peagle.loading": ("load",),
-    "peagle.ops.errors": ("InputError", "InputWarning"),
+    "peagle.loading.load": ("load",),
+    "peagle.base.errors": ("InputError", "InputWarning"),
     "peagle.pair": ("Pair",),
-    "peagle.result": ("Result",),
-    "peagle.stream": ("AsyncStream", "Stream"),
+    "peagle.answers.result": ("Result",),
+    "peagle.answers.stream": ("AsyncStream", "Stream"),
 }
 
 __all__ = [

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_type_hints
 
-from peagle.ops.errors import InputError
-from peagle.ops.flag import (
+from peagle.base.errors import InputError
+from peagle.base.flag import (
     ENGINE,
     MACHINE,
     MODEL,
@@ -27,7 +27,7 @@ from peagle.ops.flag import (
     check_type,
     layers_reader,
 )
-from peagle.ops.sizes import PrefixCacheSize, parse_size
+from peagle.base.sizes import PrefixCacheSize, parse_size
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or unsigned, as OpenAI and vLLM take them
 MOST_BIASES = 300  # per slot; the limit of OpenAI's API

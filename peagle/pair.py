@@ -21,6 +21,10 @@ from typing import Any
 
 import jax
 
+from peagle.answers.grammar_compiler import Grammars
+from peagle.answers.result import Result, refuse_stop_strings_without
+from peagle.answers.stream import AsyncStream, Stream
+from peagle.base.errors import InputError, InputWarning
 from peagle.config import (
     DEFAULT_CHUNK,
     AnswerConfig,
@@ -49,11 +53,7 @@ from peagle.engine.host.executor import Executor
 from peagle.engine.host.handoff import Fingerprints
 from peagle.engine.request import Request
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
-from peagle.grammar_compiler import Grammars
-from peagle.ops.errors import InputError, InputWarning
 from peagle.protocols import Drafter, Target
-from peagle.result import Result, refuse_stop_strings_without
-from peagle.stream import AsyncStream, Stream
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
 

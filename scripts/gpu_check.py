@@ -42,14 +42,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from peagle.loading import load
+from peagle.base.errors import InputError, InputWarning
+from peagle.base.files import expect_new
+from peagle.base.strict_json import dumps
+from peagle.loading.load import load
 from peagle.ops import cuda
-from peagle.ops.errors import InputError, InputWarning
-from peagle.ops.files import expect_new
 from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
-from peagle.ops.strict_json import dumps
-from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
+from peagle.parallel.mesh import MeshShape, make_meshes, parse_mesh, refuse_replicas
 from peagle.workflows.check import CHECKED, MOST_OFF, Finding, check_kernels, check_logits, check_losslessness
 from peagle.workflows.random_checkpoint import EAGLE_3, P_EAGLE, SIZES, write_random_checkpoint
 from scripts.gpu.mesh import CONFIG, compare, loud_target

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
+from peagle.base.errors import InputError
 from peagle.config import AUTO
 from peagle.engine.host import programs
 from peagle.engine.host.engine import Engine
@@ -38,7 +39,6 @@ from peagle.engine.step.state import SlotParams
 from peagle.measure.sweep.plan import parse_ks
 from peagle.ops import cuda
 from peagle.ops.cuda import graphs
-from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul.cuda import tile
 from peagle.ops.native.build import LAUNCHER
 from scripts.gpu.shape import DRAFTERS, Shape

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from peagle.base.errors import InputError
+from peagle.base.strict_json import dumps
 from peagle.engine.request import Request
 from peagle.measure import reports
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import origin_text, provenance, tuning
-from peagle.ops.errors import InputError
-from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering

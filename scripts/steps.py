@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from peagle.base.errors import InputError
 from peagle.config import NumDrafts, SamplingParams
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request, StepRecord
-from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from scripts.runs import Json, ratios, turns
 

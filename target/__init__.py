@@ -1,3 +1,3 @@
-"""GPT-OSS in JAX. Imports no other package of the project but peagle.ops."""
+"""GPT-OSS in JAX. Of ours it imports peagle.base and peagle.ops alone."""
 
-import peagle  # noqa: F401  sets the XLA flag of peagle.ops.jax_workaround, even if only this package is imported
+import peagle  # noqa: F401  sets the XLA flag of peagle.base.jax_workaround, even if only this package is imported

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from peagle.ops.rope import RopeConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"

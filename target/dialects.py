@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peagle.ops.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json
-from peagle.ops.errors import InputError
+from peagle.base.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json
+from peagle.base.errors import InputError
+from peagle.base.settings import Key, brief, mapping, naming, number, read_keys, refuse_others, render_keys, whole
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import parse_rope, render_rope
-from peagle.ops.settings import Key, brief, mapping, naming, number, read_keys, refuse_others, render_keys, whole
 from target.config import FULL, SLIDING, SWIGLU_ALPHA, TargetConfig
 from target.shard import TENSOR_KINDS, TensorKind
 

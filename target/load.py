@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from peagle.ops.checkpoint import write_checkpoint
-from peagle.ops.errors import InputError
+from peagle.base.checkpoint import write_checkpoint
+from peagle.base.errors import InputError
+from peagle.base.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.expert_matmul import (
     ExpandedExperts,
     Experts,
@@ -26,7 +27,6 @@ from peagle.ops.expert_matmul import (
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix
 from peagle.ops.linear.packed import BFLOAT16, pack_floats, pack_mxfp4
-from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig
 from target.dialects import (

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from peagle.base.memory import tree_bytes
 from peagle.ops.expert_matmul import PackedExperts, tiled_experts
-from peagle.ops.memory import tree_bytes
 from peagle.ops.mxfp4 import BLOCK
 from target.config import TargetConfig
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams

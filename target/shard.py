@@ -19,8 +19,8 @@ import enum
 import math
 from collections.abc import Sequence
 
-from peagle.ops.checkpoint import Cut
-from peagle.ops.errors import InputError
+from peagle.base.checkpoint import Cut
+from peagle.base.errors import InputError
 from peagle.ops.mxfp4 import BLOCK
 from target.config import TargetConfig
 

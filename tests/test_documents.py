@@ -19,7 +19,7 @@ FOLDERS = ("peagle", "target", "drafter", "scripts", "tests")
 ROOMS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
 GUIDES = [FRONT, CONTRIBUTING, *(path for path in ROOMS if path.parent.name != "demo")]  # the demo's is a model card
 PAGES = [*GUIDES, ROOT / "peagle" / "demo" / "README.md", *sorted((ROOT / "results").rglob("README.md"))]
-MOST_LINES = {FRONT: 100, CONTRIBUTING: 82, RESULTS: 73}
+MOST_LINES = {FRONT: 100, CONTRIBUTING: 83, RESULTS: 73}
 MOST_IN_A_CELL = 120  # characters, without links, so that no prose flees into tables
 MOST_WORDS = 25  # of a sentence
 COLUMNS = 125

@@ -1,9 +1,9 @@
 """Who may import whom (`ROOMS`); a <- b: b may import a.
 
-ops <- target, drafter
-ops <- protocols <- config <- engine, drafters, text <- result <- pair <- loading <- measure <- workflows <- cli
+base <- ops <- target, drafter
+ops <- protocols <- config <- engine, drafters, text <- answers <- pair <- loading <- measure <- workflows <- cli
 in the engine: auto <- request, resolved <- memory, step <- host <- devices
-protocols <- parallel, processes <- loading
+protocols <- parallel <- loading
 measure <- serve <- cluster <- cli; serve loads no checkpoints
 """
 
@@ -17,21 +17,23 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("peagle", "target", "drafter")
 OURS = (*PACKAGES, "scripts", "tests", "results")
 ROOTS = ("peagle.cli", "peagle.__main__")  # where everything is put together
-_BENEATH = ("peagle.ops", "peagle.protocols")
-_ANSWERS = (*_BENEATH, "peagle.config", "peagle.engine", "peagle.text", "peagle.result")
+_OPS = ("peagle.base", "peagle.ops")
+_BENEATH = (*_OPS, "peagle.protocols")
 _AUTO = "peagle.engine.auto"
 _SHARED = ("peagle.engine.grammar", "peagle.engine.json_schema", "peagle.engine.request", "peagle.engine.resolved")
 _FLOOR = (*_BENEATH, "peagle.config", _AUTO, *_SHARED)
 _HOST = (*_FLOOR, "peagle.engine.memory", "peagle.engine.step")
-_PAIR = (*_ANSWERS, "peagle.drafters", "peagle.stream", "peagle.grammar_compiler", "peagle.pair")
+_ANSWERS = (*_BENEATH, "peagle.config", "peagle.engine", "peagle.text")
+_PAIR = (*_ANSWERS, "peagle.answers", "peagle.drafters", "peagle.pair")
 _MODELS = ("target", "drafter")
-_LOADING = (*_PAIR, "peagle.checkpoints", "peagle.fit", "peagle.loading")
+_LOADING = (*_PAIR, "peagle.parallel", "peagle.loading")
 # what each room may import of ours beside itself; training is for workflows and commands alone
 ROOMS: dict[str, tuple[str, ...]] = {
-    "peagle.ops": (),
-    "target": ("peagle.ops",),
-    "drafter": ("peagle.ops",),
-    "peagle.protocols": ("peagle.ops",),
+    "peagle.base": (),
+    "peagle.ops": _OPS,
+    "target": _OPS,
+    "drafter": _OPS,
+    "peagle.protocols": _OPS,
     "peagle.config": _BENEATH,
     _AUTO: _BENEATH,
     **dict.fromkeys(_SHARED, _FLOOR),
@@ -42,20 +44,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.engine.naive": (*_FLOOR, "peagle.engine.step"),
     "peagle.drafters": _BENEATH,
     "peagle.text": _BENEATH,
-    "peagle.result": (*_BENEATH, "peagle.engine", "peagle.text"),
-    "peagle.stream": _ANSWERS,
-    "peagle.grammar_compiler": _ANSWERS,
+    "peagle.answers": _ANSWERS,
     "peagle.pair": _PAIR,
     "peagle.parallel": _BENEATH,
-    "peagle.processes": _BENEATH,
-    "peagle.hub": ("peagle.ops",),
-    "peagle.checkpoints": (*_PAIR, "peagle.hub", *_MODELS),
-    "peagle.fit": (*_BENEATH, "peagle.config", "peagle.engine.auto.speculation", *_MODELS),
-    "peagle.loading": (*_LOADING, "peagle.parallel", *_MODELS),
+    "peagle.loading": (*_LOADING, *_MODELS),
     "peagle.measure": _LOADING,
     "peagle.serve": (*_PAIR, "peagle.measure"),
     "peagle.cluster": (*_LOADING, "peagle.measure", "peagle.serve"),
-    "peagle.workflows": (*_LOADING, "peagle.parallel", "peagle.processes", "peagle.measure", *_MODELS),
+    "peagle.workflows": (*_LOADING, "peagle.measure", *_MODELS),
 }
 # torch and transformers' models are oracles of the tests; pickle runs code
 ORACLE = "peagle.workflows.hf_reference"  # but for this file, which compares with them on demand
@@ -125,6 +121,7 @@ def test_every_file_keeps_the_order() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
+        ("peagle/base/errors.py", "from peagle.ops import mask"),
         ("peagle/ops/norm.py", "import target.config"),
         ("peagle/ops/norm.py", "from peagle import protocols"),
         ("peagle/ops/norm.py", "from ..engine.request import Request"),
@@ -140,8 +137,8 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/engine/host/engine.py", "from target.model import GptOss"),
         ("peagle/engine/host/engine.py", "import importlib\nimportlib.import_module('drafter.model')"),
         ("peagle/engine/host/engine.py", "from peagle.cli import main"),
-        ("peagle/engine/host/engine.py", "from peagle.loading import load"),
-        ("peagle/engine/host/engine.py", "from peagle.result import Result"),
+        ("peagle/engine/host/engine.py", "from peagle.loading.load import load"),
+        ("peagle/engine/host/engine.py", "from peagle.answers.result import Result"),
         ("peagle/engine/host/engine.py", "from ..text.tokenizer import Tokenizer"),
         ("peagle/engine/auto/choose.py", "from peagle.engine.request import Request"),
         ("peagle/engine/step/step.py", "from peagle.engine.memory.pages import PagePool"),
@@ -151,21 +148,21 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/drafters/ngram.py", "from peagle.engine.request import Request"),
         ("peagle/drafters/ngram.py", "from drafter.propose import PEagle"),
         ("peagle/text/tokenizer.py", "from peagle.engine.request import Request"),
-        ("peagle/result.py", "from peagle.pair import Pair"),
-        ("peagle/pair.py", "from peagle.loading import load"),
+        ("peagle/answers/result.py", "from peagle.pair import Pair"),
+        ("peagle/pair.py", "from peagle.loading.load import load"),
         ("peagle/pair.py", "from target.model import GptOss"),
         ("peagle/measure/bench.py", "from target.model import GptOss"),
         ("peagle/measure/bench.py", "from peagle.workflows.run import run"),
-        ("peagle/parallel.py", "from target.shard import Part"),
-        ("peagle/engine/host/engine.py", "from peagle.parallel import Sharded"),
-        ("peagle/loading.py", "from peagle.workflows.run import run"),
-        ("peagle/loading.py", "from drafter.train.shards import read_shard"),
+        ("peagle/parallel/mesh.py", "from target.shard import Part"),
+        ("peagle/engine/host/engine.py", "from peagle.parallel.mesh import Sharded"),
+        ("peagle/loading/load.py", "from peagle.workflows.run import run"),
+        ("peagle/loading/load.py", "from drafter.train.shards import read_shard"),
         ("peagle/__init__.py", "from target.model import GptOss"),
         ("peagle/workflows/run.py", "from peagle.cli import main"),
         ("peagle/cli.py", "from scripts import sweep_acceptance"),
         ("peagle/cli.py", "import tests.conftest"),
         ("peagle/serve/app.py", "from peagle.cli.serve import Serve"),
-        ("peagle/serve/app.py", "from peagle.loading import load"),
+        ("peagle/serve/app.py", "from peagle.loading.load import load"),
         ("peagle/serve/app.py", "from peagle.workflows.run import run"),
         ("peagle/workflows/run.py", "from peagle.serve.engine_loop import EngineLoop"),
         ("peagle/measure/bench.py", "from peagle.serve.engine_loop import EngineLoop"),
@@ -196,16 +193,22 @@ def test_forbidden_import_is_reported(path: str, source: str) -> None:
             "from peagle.ops.messages import DraftOutput\nfrom peagle.protocols import Drafter",
         ),
         ("peagle/text/prompts.py", "from peagle.text.tokenizer import Tokenizer"),
-        ("peagle/result.py", "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer"),
+        (
+            "peagle/answers/result.py",
+            "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer",
+        ),
         ("peagle/workflows/run.py", "from peagle.pair import Pair\nfrom target.model import GptOss"),
         (
             "peagle/serve/engine_loop.py",
-            "import peagle.engine.host.engine\nfrom peagle.result import Result",
+            "import peagle.engine.host.engine\nfrom peagle.answers.result import Result",
         ),
-        ("peagle/cluster/deployments.py", "from peagle.loading import load\nfrom peagle.serve.app import create_app"),
+        (
+            "peagle/cluster/deployments.py",
+            "from peagle.loading.load import load\nfrom peagle.serve.app import create_app",
+        ),
         ("peagle/cli/serve.py", "from peagle.serve.app import create_app"),
-        ("peagle/__init__.py", "from peagle.loading import load"),
-        ("peagle/loading.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),
+        ("peagle/__init__.py", "from peagle.loading.load import load"),
+        ("peagle/loading/load.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),
         ("peagle/cli.py", "from target.load import load_target\nimport drafter.train.loop, peagle.engine.host.engine"),
         ("peagle/cli/speculate.py", "from target import load"),
     ],

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
+from peagle.base.files import trim_folder
 from peagle.engine.request import Request
 from peagle.measure.bench import WeightBytes
-from peagle.ops.files import trim_folder
 from peagle.ops.mask import causal_mask
 from peagle.pair import Pair
 

@@ -22,7 +22,7 @@ import dataclasses
 import numpy as np
 
 from drafter.train.config import Cod
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 
 # A part's room for chains, relative to its share of them, because chains lie unevenly. What exceeds the room is cut,
 # the deepest rows first.

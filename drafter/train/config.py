@@ -8,8 +8,8 @@ import operator
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from peagle.ops.errors import InputError
-from peagle.ops.flag import DRAFTER, LEARNING, Flag, check_least, layers_reader
+from peagle.base.errors import InputError
+from peagle.base.flag import DRAFTER, LEARNING, Flag, check_least, layers_reader
 
 # cross_entropy        with the token in the data
 # soft_cross_entropy   with the target's distribution

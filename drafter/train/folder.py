@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.files import write_text_whole
-from peagle.ops.strict_json import dumps
+from peagle.base.files import write_text_whole
+from peagle.base.strict_json import dumps
 
 LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
 # keys of log lines that are not steps; an evaluation at the end is of the best step, which it names

@@ -10,7 +10,7 @@ import numpy as np
 from drafter.train.config import LossName
 from drafter.train.row_batches import DocumentSource, Row, RowBatch, RowBatches, pack
 from drafter.train.shards import ALONE, Document
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 
 DEFAULT_FRAC = 0.1
 ROWS = 32  # of an evaluation, if the documents suffice; more if a step has more

@@ -12,7 +12,7 @@ import optax
 from drafter.params import DrafterParams
 from drafter.train.cod import Partition
 from drafter.train.config import OptimizerName, TrainConfig
-from peagle.ops.flag import check_least
+from peagle.base.flag import check_least
 
 SHORT_STEPS = 3000  # fewer steps are a short training
 MEASURED_WIDTH = 192  # hidden size of the drafter for which the rates of short trainings were measured

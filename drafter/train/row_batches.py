@@ -15,7 +15,7 @@ import numpy as np
 from drafter.train.cod import sample_blocks, sample_chains
 from drafter.train.recipe import Recipe
 from drafter.train.shards import TEACHER, Document
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 
 Values: TypeAlias = Any  # an array on the host or on the devices
 OPEN_ROWS = 64  # the newest rows, into which a document may be packed

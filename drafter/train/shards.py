@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from peagle.ops.checkpoint import save_tensors
-from peagle.ops.errors import InputError
-from peagle.ops.files import holds_files, reason_of, write_text_whole, write_whole
-from peagle.ops.records import describe_difference, flat
-from peagle.ops.strict_json import dumps
+from peagle.base.checkpoint import save_tensors
+from peagle.base.errors import InputError
+from peagle.base.files import holds_files, reason_of, write_text_whole, write_whole
+from peagle.base.records import describe_difference, flat
+from peagle.base.strict_json import dumps
 
 MANIFEST = "manifest.json"
 # manifest keys whose options have another name
@@ -45,7 +45,7 @@ OPTIONS = {
 SCHEMA = 2
 # keys of the manifest
 NAME = "target"  # the target's path as typed
-WEIGHTS = "weights"  # the target's peagle.ops.checkpoint.fingerprint
+WEIGHTS = "weights"  # the target's peagle.base.checkpoint.fingerprint
 KEPT = "keep_prompt"  # how many last tokens of a prompt were kept; absent: all
 DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends", "conversations")

@@ -23,7 +23,7 @@ from drafter.params import DrafterParams
 from drafter.train.loss import Labels, Sums, TrainingRows, chain_loss, labels_of_best, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
 from drafter.train.row_batches import RowBatch
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 
 ROWS = "rows"  # the mesh axis
 

@@ -41,10 +41,10 @@ from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe, optimizer
 from drafter.train.row_batches import RowBatch, RowBatches
 from drafter.train.step import AnyTeacher, Fixed, FrozenWeights, Record, State, devices_for, step_program, sums_program
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of, write_text_whole
-from peagle.ops.memory import format_size
-from peagle.ops.strict_json import dumps
+from peagle.base.errors import InputError
+from peagle.base.files import reason_of, write_text_whole
+from peagle.base.memory import format_size
+from peagle.base.strict_json import dumps
 
 NEWEST_KEPT = 2  # checkpoints, besides the best one
 

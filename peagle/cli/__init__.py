@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from peagle.ops import interrupt
+from peagle.base import interrupt
 
 __all__ = ["main"]
 

@@ -14,6 +14,9 @@ from typing import Any
 from cyclopts import App, Group, Parameter
 from cyclopts.exceptions import CycloptsError
 
+from peagle.base.errors import InputError, InputWarning, cannot_start, is_of_backend, refuse_shadowed
+from peagle.base.files import reason_of
+from peagle.base.jax_workaround import MiscompilingJaxError
 from peagle.cli.command import (
     ARGUMENTS,
     OPTIONS,
@@ -27,10 +30,7 @@ from peagle.cli.command import (
     with_flag,
 )
 from peagle.cli.output import say
-from peagle.hub import stay_offline
-from peagle.ops.errors import InputError, InputWarning, cannot_start, is_of_backend, refuse_shadowed
-from peagle.ops.files import reason_of
-from peagle.ops.jax_workaround import MiscompilingJaxError
+from peagle.loading.hub import stay_offline
 
 OK, BAD_INPUT, BROKEN_PIPE = 0, 2, 141
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from peagle.base import interrupt
+from peagle.base.flag import Flag
 from peagle.cli.command import require_extra
 from peagle.cli.flags import QUIET
 from peagle.cli.output import say
 from peagle.cli.serve import FAILED, Served, check_models, load_engine
 from peagle.config import EngineConfig
-from peagle.ops import interrupt
-from peagle.ops.flag import Flag
 
 if TYPE_CHECKING:  # it imports JAX
     from peagle.serve.batch import Counts

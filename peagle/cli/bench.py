@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.measure import Measurement as Width
 from rich.table import Table
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.flag import OUTPUT, RUNNING, SPECULATION, Flag
 from peagle.cli.command import Takes
 from peagle.cli.flags import JSON
 from peagle.cli.output import STANDARD_OUTPUT, output_file, wrapped
 from peagle.config import EngineConfig, LoadConfig
 from peagle.measure import reports
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.flag import OUTPUT, RUNNING, SPECULATION, Flag
 
 if TYPE_CHECKING:  # it imports JAX
     from peagle.measure.bench import BenchOptions
@@ -76,13 +76,13 @@ def time_target(settings: BenchCommand) -> int:
 
     The table goes to standard error if --json or --markdown goes to standard output.
     """
-    from peagle.checkpoints import drafter_path, or_demo, resolve
     from peagle.cli.display import Display
     from peagle.cli.models import load_pair
-    from peagle.fit import check_fit
+    from peagle.loading.checkpoints import drafter_path, or_demo, resolve
+    from peagle.loading.fit import check_fit
     from peagle.measure.bench import bench
     from peagle.measure.provenance import peak_memory_bytes, provenance
-    from peagle.parallel import refuse_replicas
+    from peagle.parallel.mesh import refuse_replicas
     from peagle.workflows.bench_report import bench_report, heading, legend, table, weight_bytes
     from peagle.workflows.run_report import dumps
     from target.load import inspect_target

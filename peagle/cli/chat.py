@@ -9,12 +9,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
 from peagle.cli.command import Takes
 from peagle.cli.flags import QUIET
 from peagle.cli.output import say
 from peagle.config import AnswerConfig, EngineConfig, LoadConfig, SamplingParams
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
 from peagle.text.channels import final_message
 from peagle.text.prompts import Conversation, Rendering, from_text
 from peagle.text.tokenizer import Message
@@ -70,7 +70,7 @@ def chat(settings: Chat) -> int:
     from peagle.cli.display import Display
     from peagle.cli.models import chosen_context, chosen_models, load_pair, unused_rendering, unused_sampling
     from peagle.pair import RequestOptions
-    from peagle.parallel import refuse_replicas
+    from peagle.parallel.mesh import refuse_replicas
     from peagle.workflows.run import RunConfig
 
     if sys.stdin is None:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.flag import MACHINE, SERVER, Flag
+from peagle.base.strict_json import dumps
 from peagle.cli.command import options_of, require_extra
 from peagle.cli.flags import API_KEY_FILE, HOST
 from peagle.cli.output import OutputFile
 from peagle.cli.serve import allowed_hosts, default_name, read_api_keys, warn_if_open
 from peagle.cluster.config import FleetConfig
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.flag import MACHINE, SERVER, Flag
-from peagle.ops.strict_json import dumps
 
 # Ray's switch to listen on loopback only; it must be set before Ray is imported
 LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -70,7 +70,7 @@ class Up:
 def start_fleet(settings: Up) -> int:
     """Run a fleet and return the exit code. Raises InputError for bad options, and without Ray, before it starts."""
     from peagle.cli.display import Display
-    from peagle.parallel import refuse_replicas
+    from peagle.parallel.mesh import refuse_replicas
 
     refuse_replicas(settings.fleet.load.mesh, "the replicas of a cluster are --decode N")
     config = served(settings)
@@ -92,7 +92,7 @@ def start_fleet(settings: Up) -> int:
             raise KeyboardInterrupt
         stopped.set()
 
-    for number in interrupt.heeded():  # with peagle.ops.interrupt's handler a second one would leave Ray's processes
+    for number in interrupt.heeded():  # with peagle.base.interrupt's handler a second one would leave Ray's processes
         signal.signal(number, stop)
     display, count = Display(), config.prefill + config.decode
     replicas = "1 replica, which" if count == 1 else f"{count} replicas, each of which"
@@ -109,7 +109,7 @@ def start_fleet(settings: Up) -> int:
 
 def served(settings: Up) -> FleetConfig:
     """Complete a fleet's config: name, keys and hosts. Raises InputError for models that do not fit."""
-    from peagle.checkpoints import or_demo
+    from peagle.loading.checkpoints import or_demo
 
     keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
     with require_extra("a cluster needs", "cluster"):

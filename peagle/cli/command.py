@@ -24,9 +24,9 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
-from peagle.ops.errors import InputError, not_installed
-from peagle.ops.files import reason_of
-from peagle.ops.flag import Flag, Takes, check_type, expected_of
+from peagle.base.errors import InputError, not_installed
+from peagle.base.files import reason_of
+from peagle.base.flag import Flag, Takes, check_type, expected_of
 
 ARGUMENTS, OPTIONS = Group("Arguments", sort_key=-2), Group("Options", sort_key=-1)
 CONFIG = "config"  # the field that names a file of options

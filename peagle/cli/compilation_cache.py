@@ -4,8 +4,8 @@ import hashlib
 import os
 import warnings
 
+from peagle.base.files import cache_directory, trim_folder
 from peagle.measure.provenance import first_processor, num_threads
-from peagle.ops.files import cache_directory, trim_folder
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 SETTINGS = {

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from peagle.base.errors import InputError
+from peagle.base.files import expect_room, free_bytes, locked
+from peagle.base.flag import OUTPUT, PROMPT, SAMPLING, Flag, check_least, layers_reader
+from peagle.base.strict_json import dumps
 from peagle.cli.command import Takes, changed_options
 from peagle.cli.flags import PROMPT_FILE, QUIET
 from peagle.config import EngineConfig, LoadConfig, SamplingParams
-from peagle.ops.errors import InputError
-from peagle.ops.files import expect_room, free_bytes, locked
-from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, Flag, check_least, layers_reader
-from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Conversation, Rendering, num_repeated
 from peagle.text.tokenizer import load_tokenizer, template_fingerprint
@@ -135,7 +135,7 @@ def make_data(settings: Data) -> int:
     Raises InputError for bad options and prompts before it loads weights; later if a shard cannot be written.
     """
     from peagle.cli.display import Display
-    from peagle.loading import default_dtype
+    from peagle.loading.load import default_dtype
     from peagle.workflows.dataset import Tally, load_teacher
 
     display = Display(quiet=settings.quiet)
@@ -166,7 +166,7 @@ def make_data(settings: Data) -> int:
 def _check(settings: Data) -> CheckedData:
     """Read the prompts and check the folder. Raises InputError for prompts, options and folders that do not work."""
     from drafter.train.shards import expect_folder, shard_path
-    from peagle.checkpoints import or_demo, resolve
+    from peagle.loading.checkpoints import or_demo, resolve
     from peagle.workflows.dataset import bytes_per_token, chosen_aux_layers
     from target.load import inspect_target
 
@@ -218,7 +218,7 @@ def _unused(settings: Data) -> set[str]:
 
 def _notes(checked: CheckedData, settings: Data) -> Iterator[str]:
     """Say what the prompts are, and what their answers may take."""
-    from peagle.ops.memory import format_size
+    from peagle.base.memory import format_size
 
     num_prompts, num_recorded = len(checked.conversations), sum(row.num_left_out for row in checked.conversations)
     if num_recorded and settings.answers == "generated":
@@ -409,7 +409,7 @@ def _manifest(
 ) -> dict[str, Any]:
     """Return everything on which the shards depend, as JSON. name, directory: of the target."""
     from drafter.train.shards import KEPT, NAME, WEIGHTS
-    from peagle.ops.checkpoint import fingerprint
+    from peagle.base.checkpoint import fingerprint
 
     depends_on: dict[str, Any] = {
         NAME: name,

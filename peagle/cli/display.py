@@ -12,11 +12,11 @@ from rich.color import Color, ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from peagle.answers.result import Result
+from peagle.answers.stream import show_ids
+from peagle.base import interrupt
 from peagle.cli.output import say, wrapped
 from peagle.engine.request import Request
-from peagle.ops import interrupt
-from peagle.result import Result
-from peagle.stream import show_ids
 from peagle.text.channels import ChannelParser, Delta
 from peagle.text.tokenizer import Tokenizer
 from peagle.workflows.run import Observer, RunStage
@@ -37,7 +37,7 @@ _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "
 DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
 NO_COLOUR = "\x1b[39m"
 
-Parts = Sequence[tuple[str, int]]  # (text, origin) as in peagle.result.Piece; origin 0: not an accepted draft
+Parts = Sequence[tuple[str, int]]  # (text, origin) as in peagle.answers.result.Piece; origin 0: not an accepted draft
 
 
 class Stage:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from peagle.base.flag import OUTPUT, Flag
 from peagle.cli.command import Takes
 from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig
-from peagle.ops.flag import OUTPUT, Flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Export:
 
     def run(self) -> int:
         """Write the drafter to --out, and print which servers refuse it. Return the exit code."""
-        from peagle.checkpoints import resolve
         from peagle.cli.display import Display
+        from peagle.loading.checkpoints import resolve
         from peagle.workflows.export import export
 
         source, out = resolve(self.drafter, "drafter"), Path(self.out)

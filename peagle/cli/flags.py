@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from peagle.ops.flag import OUTPUT, PROMPT, SERVER, Flag
+from peagle.base.flag import OUTPUT, PROMPT, SERVER, Flag
 
 PROMPT_FILE = Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))
 JSON = Flag(OUTPUT, "FILE|-", help="Write all results as one JSON object; -: to standard output, alone.")

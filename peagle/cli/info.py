@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from peagle.base.errors import InputError
+from peagle.base.flag import PLAN, Flag, check_least
 from peagle.cli.command import Takes
 from peagle.cli.output import show_lines
 from peagle.config import LoadConfig
-from peagle.ops.errors import InputError
-from peagle.ops.flag import PLAN, Flag, check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ def inspect(settings: Info) -> int:
     """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code."""
     from drafter.dialects import is_drafter_config, named_aux_layers
     from drafter.load import inspect_drafter, map_warning
-    from peagle.checkpoints import another_target
-    from peagle.fit import aux_layers_warning, fitting_aux_layers
-    from peagle.ops.checkpoint import CONFIG, read_json
-    from peagle.parallel import parse_mesh
+    from peagle.base.checkpoint import CONFIG, read_json
+    from peagle.loading.checkpoints import another_target
+    from peagle.loading.fit import aux_layers_warning, fitting_aux_layers
+    from peagle.parallel.mesh import parse_mesh
     from peagle.workflows.inspection import drafter_rows, engine_rows, mesh_rows, target_rows
     from peagle.workflows.mesh_plan import device_named
     from target.load import inspect_target
@@ -106,8 +106,8 @@ def inspect(settings: Info) -> int:
 def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
     """Return (name, directory) of the typed checkpoints, or of the demo's."""
     from drafter.dialects import is_drafter_config
-    from peagle.checkpoints import DEMO, or_demo, resolve
-    from peagle.ops.checkpoint import CONFIG, read_json
+    from peagle.base.checkpoint import CONFIG, read_json
+    from peagle.loading.checkpoints import DEMO, or_demo, resolve
 
     if not names:
         return [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
@@ -121,7 +121,7 @@ def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
 
 def _directory(name: str) -> Path:
     """Return a checkpoint's directory; demo is the demo's target."""
-    from peagle.checkpoints import DEMO, DEMO_DRAFTERS, WEIGHTLESS, drafter_folder, resolve
+    from peagle.loading.checkpoints import DEMO, DEMO_DRAFTERS, WEIGHTLESS, drafter_folder, resolve
 
     if name in WEIGHTLESS:
         raise InputError(f"{name} has no checkpoint to inspect; expected a directory or {', '.join(DEMO_DRAFTERS)}")

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve
+from peagle.base.memory import format_size
 from peagle.cli.command import changed_options, options_of
 from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.processes import load_in_all
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
 from peagle.engine.resolved import shared_slots
-from peagle.hub import cache, fetch, is_name, remaining
-from peagle.ops.memory import format_size
+from peagle.loading.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve
+from peagle.loading.hub import cache, fetch, is_name, remaining
 from peagle.pair import Pair
-from peagle.parallel import parse_mesh
+from peagle.parallel.mesh import parse_mesh
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from peagle.ops.errors import InputError
-from peagle.ops.files import encoded, reason_of, write_text_whole
+from peagle.base.errors import InputError
+from peagle.base.files import encoded, reason_of, write_text_whole
 
 STANDARD_OUTPUT = "-"
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
+from peagle.base.errors import InputError
+from peagle.base.flag import PROMPT, RUNNING, SPECULATION, Flag, check_least
 from peagle.cli.command import Takes, record
 from peagle.cli.flags import JSON, PROMPT_FILE, QUIET
 from peagle.cli.output import STANDARD_OUTPUT, output_file, show_lines
 from peagle.config import LoadConfig, check_num_drafts
 from peagle.measure.provenance import provenance
-from peagle.ops.errors import InputError
-from peagle.ops.flag import PROMPT, RUNNING, SPECULATION, Flag, check_least
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
 from peagle.text.prompts import Conversation, Rendering
 
@@ -75,10 +75,10 @@ def compare(settings: Parity) -> int:
     The code is 1 for a difference and for a likely cause of low acceptance.
     """
     from drafter.dialects import open_drafter
-    from peagle.checkpoints import WEIGHTLESS, drafter_path, or_demo, resolve
     from peagle.cli.display import SUMMARY_INDENT, Display
     from peagle.cli.models import load_pair
-    from peagle.fit import check_fit
+    from peagle.loading.checkpoints import WEIGHTLESS, drafter_path, or_demo, resolve
+    from peagle.loading.fit import check_fit
     from peagle.workflows.hf_reference import DTYPE
     from peagle.workflows.parity import ParityConfig, draft_texts, examine
     from peagle.workflows.run_report import dumps
@@ -127,8 +127,8 @@ def _compare_target(
     display: "Display",
 ) -> "TargetParity":
     """Compare the target with transformers' in DTYPE, in which a pair of another dtype answers once more."""
-    from peagle.checkpoints import or_demo, resolve
     from peagle.cli.models import load_pair
+    from peagle.loading.checkpoints import or_demo, resolve
     from peagle.workflows.hf_reference import DTYPE, compare_target
     from peagle.workflows.parity import draft_texts, emitted_texts
 
@@ -203,7 +203,7 @@ def _report_lines(findings: "Findings", settings: Parity) -> Iterator[str]:
 
 
 def _prompts(settings: Parity, target: str) -> PromptSet:
-    from peagle.checkpoints import DEMO, HELD_OUT, resolve
+    from peagle.loading.checkpoints import DEMO, HELD_OUT, resolve
 
     if settings.prompts is None and target != DEMO:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Run a command in several processes: process 0 runs it, the others work for it (peagle.processes)."""
+"""Run a command in several processes: process 0 runs it, the others work for it (peagle.parallel.processes)."""
 
 import functools
 import importlib.metadata
@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError, InputWarning
 from peagle.cli.command import record
 from peagle.cli.output import say
 from peagle.config import LoadConfig
 from peagle.engine.devices.remote import Coordinator
-from peagle.loading import load as load_models
-from peagle.loading import resolve_layout
-from peagle.ops import interrupt, native
-from peagle.ops.errors import InputError, InputWarning
+from peagle.loading.load import load as load_models
+from peagle.loading.load import resolve_layout
+from peagle.ops import native
 from peagle.pair import Pair
-from peagle.parallel import refuse_replicas
-from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_rendezvous
+from peagle.parallel.mesh import refuse_replicas
+from peagle.parallel.processes import BAD_INPUT, LOST, Team, gather, join, parse_rendezvous
 from peagle.workflows.worker import work
 
 Settings = TypeVar("Settings")
@@ -80,7 +81,7 @@ def _run_to_end(team: Team, run: Callable[[], int]) -> int:
 
 
 def load_in_all(options: Mapping[str, Any], progress: Callable[[int, int], None] | None) -> Pair:
-    """Load a pair (peagle.loading.load), in all processes if there are several."""
+    """Load a pair (peagle.loading.load.load), in all processes if there are several."""
     if not _coordinators:
         return load_models(**options, progress=progress)
     (coordinator,) = _coordinators

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from peagle.ops.errors import InputError
-from peagle.ops.flag import Flag, check_least
+from peagle.base.errors import InputError
+from peagle.base.flag import Flag, check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class RandomCheckpoint:
         check_least(self, seed=0)
 
     def run(self) -> int:
+        from peagle.base.files import expect_new
         from peagle.cli.display import Display
         from peagle.cli.output import show_lines
-        from peagle.ops.files import expect_new
         from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
 
         if self.size not in SIZES:

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from drafter.train.folder import LOG, read_log
+from peagle.base.errors import InputError
+from peagle.base.files import expect_new, printable
+from peagle.base.flag import OUTPUT, Flag
 from peagle.cli.flags import QUIET
 from peagle.cli.output import show_lines
 from peagle.measure import reports
-from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new, printable
-from peagle.ops.flag import OUTPUT, Flag
 
 if TYPE_CHECKING:  # it imports JAX
     from peagle.cli.display import Display

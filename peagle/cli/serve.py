@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.files import reason_of
+from peagle.base.flag import SERVER, Flag, check_least
 from peagle.cli.command import Takes, require_extra
 from peagle.cli.flags import API_KEY_FILE, HOST, QUIET
 from peagle.cli.output import say
 from peagle.config import EngineConfig, LoadConfig
 from peagle.engine.grammar import Grammar
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of
-from peagle.ops.flag import SERVER, Flag, check_least
 from peagle.text.prompts import Rendering
 
 if TYPE_CHECKING:  # they import JAX
@@ -180,7 +180,7 @@ def load_engine(
 
 def default_name(target: str) -> str:
     """Return a target's model name in the API: that of its directory or repository."""
-    from peagle.checkpoints import DEMO
+    from peagle.loading.checkpoints import DEMO
 
     return DEMO_NAME if target == DEMO else Path(target).resolve().name
 
@@ -251,7 +251,7 @@ def _warm_up(pair: "Pair", engine: "AnyEngine", display: "Display") -> None:
 
 
 def _describe(pair: "Pair", engine: "AnyEngine", doing: str) -> list[str]:
-    from peagle.ops.memory import format_size
+    from peagle.base.memory import format_size
 
     config = engine.config
     pages, state, logits = engine.memory_bytes()

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.files import reason_of
+from peagle.base.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
 from peagle.cli.command import Takes
 from peagle.cli.flags import JSON, PROMPT_FILE, QUIET
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, output_file
 from peagle.config import AnswerConfig, EngineConfig, LoadConfig, SamplingParams
 from peagle.engine.grammar import Grammar, GrammarError
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of
-from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
 from peagle.text.prompt_files import Skipped, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
 
@@ -106,9 +106,9 @@ def decode(settings: Speculate) -> int:
     Raises InputError before anything is written. Two errors come at the end, after all output: a failed profile, and
     requests whose grammar failed.
     """
-    from peagle.checkpoints import resolve
     from peagle.cli.display import Display
     from peagle.cli.models import check_slots, chosen_models, load_pair, unused_rendering, unused_sampling
+    from peagle.loading.checkpoints import resolve
     from peagle.measure.profile import make_directory
     from peagle.measure.provenance import peak_memory_bytes, provenance
     from peagle.pair import RequestOptions

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.files import expect_new, locked
+from peagle.base.flag import MODEL, OUTPUT, PROMPT, RUNNING, SAMPLING, SPECULATION, Flag, check_least
 from peagle.cli.command import Takes, refuse_other_options
 from peagle.cli.flags import PROMPT_FILE, QUIET
 from peagle.cli.output import show_lines
 from peagle.cli.report import finish
 from peagle.config import AUTO, Drafts, LoadConfig
 from peagle.measure.sweep.plan import FULL, PLAIN, Plan, PromptSource, numbers, parse_ks, short_names
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new, locked
-from peagle.ops.flag import MODEL, OUTPUT, PROMPT, RUNNING, SAMPLING, SPECULATION, Flag, check_least
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, without_suffix
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import template_fingerprint
@@ -265,7 +265,7 @@ def _plan(settings: Sweep) -> Plan:
 
     Its names hold in any working directory, because --resume may be typed in another one.
     """
-    from peagle.checkpoints import from_anywhere, or_demo
+    from peagle.loading.checkpoints import from_anywhere, or_demo
 
     def values(typed: str, default: str) -> tuple[str | None, ...]:
         return tuple(None if value == default else value for value in dict.fromkeys(typed.split(",")))
@@ -297,7 +297,7 @@ def _plan(settings: Sweep) -> Plan:
 
 def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
     """Read the prompts; return (the plan with them and with fingerprints of the models, prompts by source name)."""
-    from peagle.checkpoints import DEMO, HELD_OUT, resolve
+    from peagle.loading.checkpoints import DEMO, HELD_OUT, resolve
 
     paths = list(dict.fromkeys(settings.prompts))
     names = short_names([without_suffix(path) for path in paths])
@@ -335,13 +335,13 @@ def _num_requests(source: PromptSource, raw: bool, sets: Mapping[str, PromptSet]
 
 def _read(path: Path, target: str, raw: Sequence[bool]) -> PromptSet:
     """Read a file. Rows that the template refuses are skipped in raw text, too, so that both decode the same."""
-    from peagle.checkpoints import resolve
+    from peagle.loading.checkpoints import resolve
 
     return read_prompts(path, resolve(target, "target"), Rendering(raw=False not in raw))
 
 
 def _source(file: str, prompts: PromptSet, settings: Sweep) -> PromptSource:
-    from peagle.checkpoints import DEMO
+    from peagle.loading.checkpoints import DEMO
 
     num_conversations = len(prompts.conversations)
     # by default all prompts of a file, because files are often sorted by category
@@ -360,8 +360,8 @@ def _source(file: str, prompts: PromptSet, settings: Sweep) -> PromptSource:
 
 def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
     """Return the fingerprint of each checkpoint. Raises InputError for one that is not there."""
-    from peagle.checkpoints import drafter_path, resolve
-    from peagle.ops.checkpoint import fingerprint
+    from peagle.base.checkpoint import fingerprint
+    from peagle.loading.checkpoints import drafter_path, resolve
 
     if not (directory := resolve(target, "target")).exists():
         raise InputError(f"the target {directory} is not there; expected a checkpoint's directory, or a link to it")
@@ -372,8 +372,8 @@ def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
 
 def _check_models(plan: Plan) -> None:
     """Raise InputError for models that do not fit, and for bad windows. Reads no weights."""
-    from peagle.checkpoints import drafter_path, resolve
-    from peagle.fit import check_fit, chosen_window
+    from peagle.loading.checkpoints import drafter_path, resolve
+    from peagle.loading.fit import check_fit, chosen_window
 
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
     for path in paths:
@@ -400,7 +400,7 @@ def _check_same_arithmetic(folder: "Folder", ran: Mapping[str, str]) -> None:
 
 def _reread_prompts(plan: Plan) -> dict[str, PromptSet]:
     """Read the prompts of a resumed run again, if it stopped before it stored them."""
-    from peagle.checkpoints import DEMO, HELD_OUT
+    from peagle.loading.checkpoints import DEMO, HELD_OUT
 
     sets: dict[str, PromptSet] = {}
     for source in plan.sources:
@@ -420,7 +420,7 @@ def _load(plan: Plan, continue_on_error: bool, display: "Display") -> "Pairs":
 
     Raises InputError for a drafter that cannot be loaded; with continue_on_error, the error stands for its pair.
     """
-    from peagle.loading import load, with_drafter
+    from peagle.loading.load import load, with_drafter
     from peagle.measure.sweep.runner import models_of
 
     options: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}

@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar
 
 from drafter.train.config import DrafterShape, TrainConfig
 from drafter.train.folder import MOVABLE
+from peagle.base.errors import InputError
+from peagle.base.files import locked
+from peagle.base.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 from peagle.cli.command import Takes, refuse_other_options, require_extra
 from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig, check_num_drafts
-from peagle.ops.errors import InputError
-from peagle.ops.files import locked
-from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
 
 @dataclass(frozen=True, kw_only=True)

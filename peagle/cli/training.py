@@ -26,21 +26,21 @@ from drafter.train.step import FrozenWeights, devices_for
 from drafter.train.trainer import Deadline, Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS, DraftVocab, by_frequency
-from peagle.checkpoints import DEMO, from_anywhere, name_for_others, or_demo, resolve
+from peagle.base import interrupt
+from peagle.base.checkpoint import fingerprint
+from peagle.base.errors import InputError
+from peagle.base.files import encoded, write_bytes_whole
+from peagle.base.settings import brief
+from peagle.base.strict_json import dumps
 from peagle.cli.command import changed_options, read_record, record
 from peagle.cli.display import Display, duration
 from peagle.cli.output import say
 from peagle.config import AUTO, check_block
 from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
-from peagle.loading import default_dtype, load
+from peagle.loading.checkpoints import DEMO, from_anywhere, name_for_others, or_demo, resolve
+from peagle.loading.load import default_dtype, load
 from peagle.measure.metrics import figure_text
-from peagle.ops import interrupt
-from peagle.ops.checkpoint import fingerprint
-from peagle.ops.errors import InputError
-from peagle.ops.files import encoded, write_bytes_whole
-from peagle.ops.settings import brief
-from peagle.ops.strict_json import dumps
-from peagle.parallel import parse_data_mesh
+from peagle.parallel.mesh import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
 from peagle.workflows.evaluation import acceptance_on, answer_held_out, known_prompts, with_same_teacher

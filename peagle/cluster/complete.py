@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, speculation_of
 from peagle.cluster.config import FleetConfig
 from peagle.config import AUTO, Drafts
-from peagle.fit import check_fit, chosen_window
-from peagle.loading import without_weights
+from peagle.loading.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, speculation_of
+from peagle.loading.fit import check_fit, chosen_window
+from peagle.loading.load import without_weights
 from peagle.pair import Pair
 
 DEFAULT_CONTEXT = 4096  # positions, or the model's limit; the memory of replicas is not known here

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_type_hints
 
+from peagle.base.errors import InputError
+from peagle.base.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.config import EngineConfig, LoadConfig, configs_of
-from peagle.ops.errors import InputError
-from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
 
 TEXT_LISTS = ("keys", "hosts")  # fields

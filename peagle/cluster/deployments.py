@@ -21,7 +21,7 @@ import ray.exceptions
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from peagle.checkpoints import DEMO
+from peagle.base.errors import InputError
 from peagle.cluster.complete import completed, pair_without_weights
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.cluster.fleet import Fleet, ReplicaLost
@@ -30,8 +30,8 @@ from peagle.engine.grammar import PortableGrammar
 from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
-from peagle.loading import load
-from peagle.ops.errors import InputError
+from peagle.loading.checkpoints import DEMO
+from peagle.loading.load import load
 from peagle.serve.app import create_app
 from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.errors import ApiError

@@ -18,10 +18,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from peagle.base.errors import InputError
 from peagle.engine.host.admission import check_grammar
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.serve.engine_loop import LOADING_RETRY_S, Call, Job, Loop, Status, T
 from peagle.serve.errors import ApiError

@@ -12,9 +12,9 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 
+from peagle.base.errors import InputError
 from peagle.cluster.config import FleetConfig
 from peagle.cluster.deployments import build
-from peagle.ops.errors import InputError
 from peagle.serve.server import listen
 
 NAME = "peagle"

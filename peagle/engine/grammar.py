@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from peagle.base.errors import not_installed
+from peagle.base.strict_json import dumps
 from peagle.engine.json_schema import (
     ANSWER,
     GrammarError,
@@ -26,8 +28,6 @@ from peagle.engine.json_schema import (
     plain_reason,
     prepare,
 )
-from peagle.ops.errors import not_installed
-from peagle.ops.strict_json import dumps
 
 LONGEST_GRAMMAR = 100_000  # characters
 MOST_CHOICES_OF_TEXT = 1024

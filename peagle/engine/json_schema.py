@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.ops.errors import InputError
-from peagle.ops.settings import brief
-from peagle.ops.strict_json import dumps
+from peagle.base.errors import InputError
+from peagle.base.settings import brief
+from peagle.base.strict_json import dumps
 
 DEEPEST_SCHEMA = 64
 MOST_KEYS = 1000  # per object of a schema; compile time grows with the square of the number of properties

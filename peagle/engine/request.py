@@ -5,9 +5,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams, check_logprobs, check_num_drafts, check_stop_strings
 from peagle.engine.grammar import CompiledGrammar
-from peagle.ops.errors import InputError
 
 MOST_STOP_TOKENS = 16  # of each slot
 LARGEST_INDEX = 2**31 - 1
@@ -32,7 +32,7 @@ class Request:
     index                    distinguishes requests of the same seed, such as the prompts of a file or several
                              answers to one; requests in an engine may share one
     name                     the prompt's name in messages
-    stop                     the answer's text ends before the first of these strings; peagle.result.Assembler
+    stop                     the answer's text ends before the first of these strings; peagle.answers.result.Assembler
                              applies them, since the engine works on tokens only
     num_speculative_tokens   most drafts of a step of this request; None: the engine's
     grammar                  of the answer (peagle.engine.grammar); it masks the target's logits before acceptance,

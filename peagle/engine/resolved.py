@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from peagle.base.errors import InputError
 from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
 from peagle.engine.auto.state import Counts
 from peagle.engine.request import Request
-from peagle.ops.errors import InputError
 
 MOST_RESERVED = 8192  # positions per slot that default memory holds; longer requests share it
 SHORT_PROMPT = 64  # rows of a prompt that shares a pass

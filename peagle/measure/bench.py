@@ -27,12 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.memory import refuse_too_large, tree_bytes
 from peagle.config import DEFAULT_CHUNK, check_num_drafts
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.metrics import Spread
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.memory import refuse_too_large, tree_bytes
 from peagle.pair import Pair
 from peagle.protocols import PyTree, Target
 

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.answers.result import Result
 from peagle.config import SamplingParams
 from peagle.engine.request import fold_seed
 from peagle.engine.step.sampling import RowSampling, probabilities
 from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target
-from peagle.result import Result
 
 CHUNK = 32  # tokens of one pass
 

@@ -1,11 +1,11 @@
-"""Figures of several requests: pooled counters and ratios. Those of one request are in peagle.result."""
+"""Figures of several requests: pooled counters and ratios. Those of one request are in peagle.answers.result."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.result import Counters, Result, loop_grams, ratio
+from peagle.answers.result import Counters, Result, loop_grams, ratio
 
 # keys of JSON, named as in vLLM's metrics -> attributes of Counters
 COUNTS = {

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import jax
 
+from peagle.base.errors import InputError
+from peagle.base.files import reason_of
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.inspection import launching_alone, step_programs
 from peagle.engine.request import Request
 from peagle.engine.step.step import PARTS
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of
 
 BETWEEN, HOST = "between operations", "host gap"
 IN_PROGRAM, OTHER_PROGRAM = "in a program", "in another program"  # of spans that belong to no part

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.ops import jax_workaround
+from peagle.base import jax_workaround
 
 PACKAGES = ("peagle", "jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "transformers")
 NAMED = ("peagle", "jax", "jaxlib")  # packages whose versions a page shows
@@ -74,7 +74,7 @@ def machine_text(origin: Mapping[str, Any]) -> str:
 def tuning() -> list[str]:
     """List the variables of TUNING that are set, as typed before a command: NAME=value.
 
-    Leaves out the flag that peagle.ops.jax_workaround sets in every process.
+    Leaves out the flag that peagle.base.jax_workaround sets in every process.
     """
     values = {name: os.environ.get(name, "").replace(jax_workaround.FLAG, "").strip() for name in TUNING}
     return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]

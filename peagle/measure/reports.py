@@ -9,7 +9,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from peagle.ops.files import encoded, printable, write_text_whole, writing
+from peagle.base.files import encoded, printable, write_text_whole, writing
 
 
 @dataclasses.dataclass(frozen=True)

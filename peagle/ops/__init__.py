@@ -1,1 +1,1 @@
-"""Pure functions and value types shared by target and drafter. Imports no other package of the project."""
+"""Pure functions on arrays and their kernels, shared by target and drafter. One op with several forms, one folder."""

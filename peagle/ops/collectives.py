@@ -1,6 +1,6 @@
 """Sum and gather over the ranks of a model that is sharded over several devices.
 
-For code inside a `jax.shard_map` over the ranks (peagle.parallel). A model on one device has no Ranks.
+For code inside a `jax.shard_map` over the ranks (peagle.parallel.mesh). A model on one device has no Ranks.
 """
 
 import dataclasses

@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from peagle.base.errors import InputError
 from peagle.ops import native
-from peagle.ops.errors import InputError
 from peagle.ops.kernels import Implementation
 
 

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from peagle.serve import chat, completions, responses
 from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from peagle.serve.chat_page import HEADERS, PAGE

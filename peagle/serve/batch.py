@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 
 import pydantic_core
 
-from peagle.ops.errors import InputError
-from peagle.ops.files import locked, reason_of, write_whole
-from peagle.ops.settings import brief
-from peagle.ops.strict_json import dumps
+from peagle.base.errors import InputError
+from peagle.base.files import locked, reason_of, write_whole
+from peagle.base.settings import brief
+from peagle.base.strict_json import dumps
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.errors import ApiError
 from peagle.serve.http import read_json

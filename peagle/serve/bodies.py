@@ -11,8 +11,8 @@ import pydantic
 import pydantic_core
 from pydantic import Discriminator, Tag
 
+from peagle.base.strict_json import dumps
 from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
-from peagle.ops.strict_json import dumps
 from peagle.serve.field_names import CHAT_FIELDS, FieldNames, is_neutral
 
 MOST_CHOICES = 128  # of one prompt; the limit of OpenAI's API

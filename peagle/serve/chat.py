@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.ops.strict_json import Written
-from peagle.result import Piece, Result
+from peagle.answers.result import Piece, Result
+from peagle.base.strict_json import Written
 from peagle.serve.bodies import ChatBody, StreamOptions
 from peagle.serve.formatter import ChannelFormatter, ChoicesFormatter, Generation
 from peagle.serve.open_answers import TokenTexts

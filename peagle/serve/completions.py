@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.answers.result import Piece, Result
+from peagle.base.strict_json import Written, number
 from peagle.engine.request import TokenLogprobs
-from peagle.ops.strict_json import Written, number
-from peagle.result import Piece, Result
 from peagle.serve.bodies import CompletionBody, StreamOptions
 from peagle.serve.formatter import ChoicesFormatter, Generation
 from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from peagle.ops.errors import InputError
-from peagle.ops.settings import brief
+from peagle.base.errors import InputError
+from peagle.base.settings import brief
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

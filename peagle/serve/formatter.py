@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from peagle.answers.result import Piece, Result
+from peagle.base.strict_json import dumps, number
 from peagle.engine.request import TokenLogprobs
-from peagle.ops.strict_json import dumps, number
-from peagle.result import Piece, Result
 from peagle.serve.bodies import StreamOptions, Tool
 from peagle.serve.errors import ApiError
 from peagle.serve.open_answers import OpenAnswers, figures, usage

@@ -25,8 +25,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response as StarletteResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from peagle.ops.settings import brief
-from peagle.ops.strict_json import dumps
+from peagle.base.settings import brief
+from peagle.base.strict_json import dumps
 from peagle.serve.bodies import MOST_PROMPTS, MOST_TOOLS, Body
 from peagle.serve.errors import ApiError
 from peagle.serve.metrics import Metrics

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from peagle.answers.result import Assembler, Piece, Result
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import StepRecord, TokenChunk
 from peagle.ops.attention import PAGE_SIZE
-from peagle.result import Assembler, Piece, Result
 from peagle.serve.engine_loop import EngineLoop, Loop
 
 LABELS = ("model_name", "engine")

@@ -5,9 +5,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from peagle.answers.result import Assembler, Counters, Piece, Result
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.metrics import speculative_decoding_block, total
-from peagle.result import Assembler, Counters, Piece, Result
 from peagle.serve.engine_loop import Job, Loop
 from peagle.serve.errors import ApiError
 from peagle.serve.metrics import AnswerMetrics, Metrics

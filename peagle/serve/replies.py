@@ -10,7 +10,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import core_schema
 from typing_extensions import TypedDict  # pydantic takes the one of typing only on Python 3.12 or newer
 
-from peagle.ops.strict_json import Written
+from peagle.base.strict_json import Written
 
 
 @pydantic.with_config(pydantic.ConfigDict(extra="forbid", strict=True))

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.base.errors import InputError
+from peagle.base.settings import brief
 from peagle.config import MOST_LOGPROBS, SamplingParams
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
-from peagle.ops.errors import InputError
-from peagle.ops.settings import brief
 from peagle.pair import Pair
 from peagle.serve.bodies import (
     MOST_CHOICES,

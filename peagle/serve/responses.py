@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.ops.strict_json import Written, dumps
-from peagle.result import Piece, Result
+from peagle.answers.result import Piece, Result
+from peagle.base.strict_json import Written, dumps
 from peagle.serve.bodies import Body
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import ChannelFormatter, Generation

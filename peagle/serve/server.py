@@ -15,8 +15,8 @@ import fastapi
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
+from peagle.base import interrupt
+from peagle.base.errors import InputError
 from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.http import is_loopback
 
@@ -185,7 +185,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP while serving, in place of peagle.ops.interrupt."""
+        """Handle SIGINT, SIGTERM and SIGHUP while serving, in place of peagle.base.interrupt."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from peagle.base.settings import brief
+from peagle.base.strict_json import dumps
 from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.request import Request, TokenLogprobs
-from peagle.ops.settings import brief
-from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import Sampled
 from peagle.serve.engine_loop import EngineLoop, Loop
 from peagle.serve.errors import ApiError

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.ops.settings import brief
-from peagle.ops.strict_json import dumps
+from peagle.base.settings import brief
+from peagle.base.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.serve.http import count_parts
 

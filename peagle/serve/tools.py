@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from peagle.base.settings import brief
+from peagle.base.strict_json import dumps
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.json_schema import map_schemas
-from peagle.ops.settings import brief
-from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
 from peagle.serve.errors import ApiError
 from peagle.serve.field_names import CHAT_FIELDS, FieldNames

@@ -35,9 +35,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peagle.ops.errors import InputError
-from peagle.ops.files import printable, reason_of
-from peagle.ops.settings import brief
+from peagle.base.errors import InputError
+from peagle.base.files import printable, reason_of
+from peagle.base.settings import brief
 from peagle.text.prompts import (
     ASSISTANT,
     MESSAGE_KEYS,

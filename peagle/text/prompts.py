@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from peagle.ops.errors import InputError
-from peagle.ops.flag import PROMPT, Flag
-from peagle.ops.settings import brief
+from peagle.base.errors import InputError
+from peagle.base.flag import PROMPT, Flag
+from peagle.base.settings import brief
 from peagle.text.channels import final_message, is_plain
 from peagle.text.channels import reasoning as reasoning_of
 from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, parse_date, texts_in

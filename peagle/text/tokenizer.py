@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of
+from peagle.base.errors import InputError
+from peagle.base.files import reason_of
 
 # chat templates get this date instead of today's, because acceptance must not change by the day
 DEFAULT_DATE = "2025-08-05"

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from drafter.train.shards import Document
+from peagle.answers.result import follow, submit
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.engine.request import Request
-from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.result import follow, submit
 from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import detokenize
 

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from peagle.loading import local_model
+from peagle.base.memory import format_size, tree_bytes
+from peagle.loading.load import local_model
 from peagle.measure import reports
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, WeightBytes
 from peagle.measure.metrics import figure_text
-from peagle.ops.memory import format_size, tree_bytes
 from peagle.pair import Pair
 from peagle.workflows.run_report import LOADED, SCHEMA
 

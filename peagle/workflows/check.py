@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.checkpoints import DEMO, HELD_OUT
+from peagle.answers.result import decode
 from peagle.config import AUTO, SamplingParams
-from peagle.loading import load, with_drafter
+from peagle.loading.checkpoints import DEMO, HELD_OUT
+from peagle.loading.load import load, with_drafter
 from peagle.ops import cuda, native
 from peagle.ops.cuda import graphs
 from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.pair import Pair
-from peagle.result import decode
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering
 from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint

@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from drafter.train.shards import PART, TAUGHT, Document, read_part, shard_path, total_tokens, write_part, write_shard
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.files import reason_of
 from peagle.workflows.answers import is_cut
 from target.config import default_aux_layer_ids
 from target.load import load_target

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.base import interrupt
 from peagle.measure.estimates import Estimate, estimate, ratio
-from peagle.ops import interrupt
 from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.protocols import Drafter
 

@@ -9,13 +9,13 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.propose import drafter_of
 from drafter.train.shards import Document
+from peagle.answers.result import Result, decode
+from peagle.base import interrupt
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.engine.host.engine import Engine
 from peagle.measure.metrics import pooled_counters
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.result import Result, decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering
 from peagle.workflows.answers import AnswerOptions, answer, in_order

@@ -17,13 +17,13 @@ from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, LOG, read_log
 from drafter.trained import DRAFTER, RECIPE, read_record, recorded_coverage
 from drafter.vocabulary import FREQUENT_TOKENS, Coverage
-from peagle.checkpoints import DEMO, name_for_others, target_folder
+from peagle.base.errors import InputError
+from peagle.base.files import encoded
+from peagle.base.strict_json import dumps
 from peagle.engine.auto.speculation import SPECULATION_FILE
-from peagle.fit import check_fit, describe_windows
+from peagle.loading.checkpoints import DEMO, name_for_others, target_folder
+from peagle.loading.fit import check_fit, describe_windows
 from peagle.measure.metrics import figure_text
-from peagle.ops.errors import InputError
-from peagle.ops.files import encoded
-from peagle.ops.strict_json import dumps
 from target.config import TargetConfig
 from target.load import inspect_target, load_embedding_and_head
 

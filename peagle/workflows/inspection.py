@@ -11,23 +11,23 @@ from drafter.dialects import named_aux_layers
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
-from peagle.checkpoints import (
-    drafter_speculation,
-)
+from peagle.base.checkpoint import Checkpoint, weight_files
+from peagle.base.errors import InputError
+from peagle.base.memory import available_memory_bytes, format_size
 from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.auto.speculation import SPECULATION_FILE
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, Role, shared_slots
-from peagle.fit import chosen_window, describe_aux_layers, windowed
-from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
+from peagle.loading.checkpoints import (
+    drafter_speculation,
+)
+from peagle.loading.fit import chosen_window, describe_aux_layers, windowed
+from peagle.loading.load import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
-from peagle.ops.checkpoint import Checkpoint, weight_files
-from peagle.ops.errors import InputError
 from peagle.ops.kernels import describe_kernels, for_weights
-from peagle.ops.memory import available_memory_bytes, format_size
 from peagle.ops.native import available as native_available
 from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
-from peagle.parallel import MeshShape
+from peagle.parallel.mesh import MeshShape
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
 from peagle.workflows.mesh_plan import Device, pass_s, rank_bytes, rank_cache_bytes, target_pages

@@ -11,12 +11,12 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
+from peagle.base.errors import InputError
 from peagle.config import GPU_CHUNK
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import CacheGroup, Pages, init_pools
-from peagle.ops.errors import InputError
-from peagle.parallel import MeshShape
+from peagle.parallel.mesh import MeshShape
 from target.config import TargetConfig
 from target.dialects import tensor_kinds
 from target.model import cache_groups

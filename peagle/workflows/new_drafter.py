@@ -17,12 +17,12 @@ from drafter.params import DrafterParams, init_params
 from drafter.train.config import DrafterShape, KindName, TrainConfig
 from drafter.train.shards import Document
 from drafter.vocabulary import DraftVocab, by_frequency, check_count, choose, first_of
-from peagle.checkpoints import resolve
+from peagle.base.errors import InputError, InputWarning
 from peagle.config import AUTO
 from peagle.engine.request import fold_seed
-from peagle.fit import chosen_window, fitting_aux_layers, parse_window, windowed
+from peagle.loading.checkpoints import resolve
+from peagle.loading.fit import chosen_window, fitting_aux_layers, parse_window, windowed
 from peagle.ops.draw import KEYS
-from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig
 from peagle.workflows.dataset import chosen_aux_layers
 from peagle.workflows.training_data import answer_tokens

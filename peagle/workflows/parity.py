@@ -23,15 +23,15 @@ from drafter.load import STORE_OFFSETS
 from drafter.params import DrafterParams
 from drafter.propose import AnyDrafter, DFlash, PEagle
 from drafter.vocabulary import Coverage, coverage
+from peagle.answers.result import decode
+from peagle.base import interrupt, strict_json
+from peagle.base.checkpoint import Checkpoint
+from peagle.base.errors import InputError
 from peagle.engine.auto.speculation import OFF, SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.estimates import estimate, ratio
-from peagle.ops import interrupt, strict_json
-from peagle.ops.checkpoint import Checkpoint
-from peagle.ops.errors import InputError
 from peagle.ops.linear import PackedMatrix, as_matrix
 from peagle.ops.norm import rms_norm
 from peagle.pair import Pair
-from peagle.result import decode
 from peagle.text.prompts import Conversation, Rendering
 from peagle.workflows.draft_parity import (
     Cause,

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from drafter.train.shards import Document
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
+from peagle.base import interrupt
+from peagle.base.errors import InputError
 from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import Message, Tokenizer
 from peagle.workflows.answers import Skip

@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from peagle.answers.result import Assembler, Piece, Result, decode, follow, submit
+from peagle.base.errors import InputError
+from peagle.base.sizes import PrefixCacheSize
 from peagle.config import Drafts, EngineConfig, SamplingParams
 from peagle.engine.auto.costs import CostTable
 from peagle.engine.devices.replicas import AnyEngine
@@ -28,10 +31,7 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
-from peagle.ops.errors import InputError
-from peagle.ops.sizes import PrefixCacheSize
 from peagle.pair import DEFAULT_SAMPLING, Pair, RequestOptions
-from peagle.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
 PLAIN = Drafts(0)
@@ -141,7 +141,7 @@ class Observer:
     stage: with (stage, requests that are finished, all requests) when it begins; for "measuring" the counts are runs,
     each of which begins it again. compared: with (tokens decoded plainly, the most). started: before a request is
     decoded, with its turn. emitted: with (request, new tokens, the text that they complete, parts of it as in
-    peagle.result.Piece). shows_drafts: it needs the parts.
+    peagle.answers.result.Piece). shows_drafts: it needs the parts.
     """
 
     stage: Callable[[RunStage, int, int], object] = _ignore

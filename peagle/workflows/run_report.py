@@ -5,13 +5,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from peagle.answers.result import Result
+from peagle.base import strict_json
+from peagle.base.memory import format_size
 from peagle.engine.memory.kv_memory import PrefixCacheUse
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
-from peagle.ops import strict_json
-from peagle.ops.memory import format_size
 from peagle.pair import Pair
-from peagle.result import Result
 from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import Outcome, Run, RunConfig
 

@@ -19,12 +19,12 @@ from drafter.train.shards import NAME, Document, read_manifest, total_tokens
 from drafter.train.trainer import Trainer
 from drafter.trained import COVERAGE, RECIPE, read_record
 from drafter.vocabulary import Coverage
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.files import holds_files, write_text_whole
+from peagle.base.records import describe_difference, flat
+from peagle.base.strict_json import dumps
 from peagle.measure.provenance import provenance
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.files import holds_files, write_text_whole
-from peagle.ops.records import describe_difference, flat
-from peagle.ops.strict_json import dumps
 from peagle.workflows.training_data import shares
 
 SHORT_ROW = 512  # parts of a row are not shorter than this many tokens

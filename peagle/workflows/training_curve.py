@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from drafter.train.folder import HELD_OUT
+from peagle.base.errors import InputWarning
+from peagle.base.files import reason_of, write_text_whole
 from peagle.measure.sweep.charts import ON_DARK, can_draw, svg
-from peagle.ops.errors import InputWarning
-from peagle.ops.files import reason_of, write_text_whole
 from peagle.workflows.export import CURVE
 
 FEW_POINTS = 20  # below this many, a line also shows its points

@@ -14,7 +14,7 @@ from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
 from drafter.train.row_batches import DocumentSource, pack
 from drafter.train.shards import ALONE, KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
 from drafter.vocabulary import Coverage, coverage
-from peagle.ops.errors import InputError, InputWarning
+from peagle.base.errors import InputError, InputWarning
 
 ROOM_QUANTILE = 0.75  # the share of rows whose trained tokens all have room in the program's shapes
 EDGE = 2  # a chain begins up to this many tokens before the first token that it predicts

@@ -1,12 +1,13 @@
 """Work for process 0: load this process's ranks of the models, and run the verbs of its engines."""
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
 from peagle.engine.devices.remote import Worker
-from peagle.loading import load
+from peagle.loading.load import load
 from peagle.measure.logprobs import top_2_margin
-from peagle.ops import interrupt, native
-from peagle.ops.errors import InputError
+from peagle.ops import native
 from peagle.pair import Pair
-from peagle.processes import Team
+from peagle.parallel.processes import Team
 
 
 def work(team: Team) -> int:

@@ -25,10 +25,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from peagle.base import jax_workaround
+from peagle.base.checkpoint import CONFIG
+from peagle.base.strict_json import dumps
 from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
-from peagle.ops import jax_workaround
-from peagle.ops.checkpoint import CONFIG
-from peagle.ops.strict_json import dumps
 from scripts.demo.batches import BATCH_ROWS
 from scripts.demo.corpus import collect, read_lines
 from scripts.demo.rows import (

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from peagle.ops.strict_json import dumps
+from peagle.base.strict_json import dumps
 from scripts.demo.tasks import FunctionNode, Task, digest, task_of
 
 # Distribution -> import name: run-time dependencies of this package, direct and indirect.

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from drafter.train import shards
 from drafter.train.row_batches import fill_rows
 from drafter.train.shards import open_folder, read_shards, write_shard
-from peagle.result import LOOP_GRAM, LOOPING_ABOVE, loop_grams
+from peagle.answers.result import LOOP_GRAM, LOOPING_ABOVE, loop_grams
 from scripts.demo.corpus import parse, read_lines, write_lines
 from scripts.demo.tasks import digest
 from scripts.demo.tokenizer import END_OF_TEXT, RETURN, SPECIAL_TOKENS, START_OF_TEXT

@@ -2,8 +2,8 @@
 
     python -m scripts.golden.acceptance     # after the pair itself has changed, never to make a test pass
 
-Afterwards tests/golden/demo_acceptance.json holds the counters. tests/peagle/test_demo.py fails if acceptance length
-or the rate at any position is below 95 % of them.
+Afterwards tests/golden/demo_acceptance.json holds the counters. tests/peagle/loading/test_demo.py fails if
+acceptance length or the rate at any position is below 95 % of them.
 """
 
 import json
@@ -11,12 +11,12 @@ import sys
 from typing import Any
 
 import peagle
-from peagle.checkpoints import HELD_OUT
+from peagle.answers.result import Counters, decode
+from peagle.base.strict_json import dumps
+from peagle.loading.checkpoints import HELD_OUT
 from peagle.measure.metrics import pooled_counters
 from peagle.measure.provenance import provenance
-from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
-from peagle.result import Counters, decode
 from scripts.runs import ROOT, first_requests
 
 GOLDEN = ROOT / "tests" / "golden" / "demo_acceptance.json"

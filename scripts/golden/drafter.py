@@ -25,7 +25,7 @@ from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
-from peagle.ops.strict_json import dumps
+from peagle.base.strict_json import dumps
 
 NUM_ROWS, NUM_DEPTHS, CONTEXT, NUM_DRAFTS = 24, 4, 9, 5
 LLAMA3 = {

@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from peagle.ops.errors import InputError
-from peagle.ops.strict_json import dumps
+from peagle.base.errors import InputError
+from peagle.base.strict_json import dumps
 from scripts.runs import ROOT, in_one_line, new_parser
 
 GOLDEN = ROOT / "tests" / "golden" / "harmony.jsonl"

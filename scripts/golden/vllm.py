@@ -24,14 +24,14 @@ import numpy as np
 
 import peagle
 from drafter.dialects import open_drafter, parse_config
-from peagle.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, drafter_path, resolve
+from peagle.answers.result import decode
+from peagle.base import strict_json
+from peagle.base.errors import InputError
+from peagle.base.files import write_text_whole
 from peagle.engine.request import Request
+from peagle.loading.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, drafter_path, resolve
 from peagle.measure.metrics import speculative_decoding_block
-from peagle.ops import strict_json
-from peagle.ops.errors import InputError
-from peagle.ops.files import write_text_whole
 from peagle.pair import Pair
-from peagle.result import decode
 from scripts.peers.remote import cannot_run, start
 from scripts.runs import ROOT, Json, expect_least, first_requests, in_one_line, new_parser, numbers, origin
 from scripts.scenarios.peers import write_unquantised

@@ -18,8 +18,8 @@ from peagle.engine.devices.replicas import Replicas
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.loading import load_over
-from peagle.parallel import MeshShape, make_meshes
+from peagle.loading.load import load_over
+from peagle.parallel.mesh import MeshShape, make_meshes
 from peagle.protocols import Target
 from peagle.workflows.random_checkpoint import geometry, random_tensors
 from scripts.runs import Json, Progress

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import jax
 
+from peagle.base.memory import tree_bytes
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bench import WeightBytes
 from peagle.measure.profile import STEPS, record
-from peagle.ops.memory import tree_bytes
 from target.config import TargetConfig
 from target.params import MoeParams, TargetParams
 

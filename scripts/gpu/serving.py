@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from peagle.base.strict_json import dumps
 from peagle.engine.devices.replicas import AnyEngine
-from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
 from peagle.text.tokenizer import load_tokenizer
 from scripts.runs import ROOT, Json, ratios

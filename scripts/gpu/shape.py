@@ -15,17 +15,17 @@ import jax.numpy as jnp
 
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
+from peagle.base.errors import InputError
+from peagle.base.memory import tree_bytes
 from peagle.config import AUTO, NumDrafts, SamplingParams
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
-from peagle.loading import default_chunk
+from peagle.loading.load import default_chunk
 from peagle.measure.bench import BenchOptions, bench
 from peagle.measure.profile import profile
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
-from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import TiledExperts
-from peagle.ops.memory import tree_bytes
 from peagle.pair import Pair
 from peagle.workflows.random_checkpoint import DFLASH, EAGLE_3, P_EAGLE, SIZES, DrafterGeometry
 from scripts.gpu.parts import bytes_of_parts, parts

@@ -7,8 +7,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, resolve
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
+from peagle.loading.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, resolve
 from scripts.peers.remote import Child
 from scripts.runs import last_line
 

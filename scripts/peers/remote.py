@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from peagle.ops.errors import InputError
-from peagle.ops.strict_json import dumps
+from peagle.base.errors import InputError
+from peagle.base.strict_json import dumps
 from scripts.runs import ROOT, last_line
 
 

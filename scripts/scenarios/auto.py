@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from peagle.base.errors import InputError, InputWarning
+from peagle.base.files import expect_new
 from peagle.config import AUTO, SamplingParams
 from peagle.engine.request import Request
 from peagle.engine.step.accept import NOISE
-from peagle.loading import load
+from peagle.loading.load import load
 from peagle.measure.reports import Block
-from peagle.ops.errors import InputError, InputWarning
-from peagle.ops.files import expect_new
 from peagle.pair import Pair
 from peagle.workflows.random_checkpoint import (
     LEAST_LAYERS,

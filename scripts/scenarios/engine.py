@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from peagle.checkpoints import DEMO
+from peagle.base.errors import InputError
+from peagle.base.files import expect_new
+from peagle.loading.checkpoints import DEMO
 from peagle.measure.reports import Block
-from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new
 from scripts import runs
 from scripts.peers.remote import Child
 from scripts.runs import ROOT, Json, Lines, Progress, Run

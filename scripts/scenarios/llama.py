@@ -32,14 +32,14 @@ from operator import eq
 from pathlib import Path
 
 import peagle
-from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, HELD_OUT, NGRAM
+from peagle.base.errors import InputError, InputWarning
+from peagle.base.files import expect_new
 from peagle.config import AUTO, NumDrafts
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
+from peagle.loading.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, HELD_OUT, NGRAM
 from peagle.measure.provenance import num_threads
 from peagle.measure.reports import Block
-from peagle.ops.errors import InputError, InputWarning
-from peagle.ops.files import expect_new
 from peagle.pair import Pair
 from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
 from scripts import runs

@@ -17,11 +17,11 @@ from typing import Literal
 import jax
 import numpy as np
 
+from peagle.base.errors import InputError
+from peagle.base.strict_json import dumps
 from peagle.config import read_prefill_chunk
 from peagle.engine.request import Request
-from peagle.loading import load
-from peagle.ops.errors import InputError
-from peagle.ops.strict_json import dumps
+from peagle.loading.load import load
 from scripts.runs import expect_least, origin
 
 STATUS = Path("/proc/self/status")

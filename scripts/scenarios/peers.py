@@ -32,10 +32,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from peagle.base.errors import InputError
+from peagle.base.files import expect_new
 from peagle.measure.provenance import num_threads
 from peagle.measure.reports import Block
-from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new
 from peagle.workflows.random_checkpoint import EAGLE_3, LEAST_LAYERS, P_EAGLE, write_random_drafter
 from scripts import runs
 from scripts.peers.bystanders import Bystanders, others_of

@@ -23,15 +23,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import peagle
+from peagle.answers.result import follow, submit
+from peagle.base.errors import InputError
+from peagle.base.files import expect_new
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.provenance import num_threads
 from peagle.measure.reports import Block
 from peagle.measure.sweep.plan import K
-from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new
 from peagle.pair import Pair
-from peagle.result import follow, submit
 from scripts import runs
 from scripts.peers.bystanders import Bystanders
 from scripts.runs import Json, Lines, Progress, Run

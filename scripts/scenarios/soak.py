@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from peagle.base.errors import InputError
+from peagle.base.files import expect_new
 from peagle.measure.reports import Block, Table
-from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new
 from scripts import runs
 from scripts.runs import Json, Run, header, text_of
 from scripts.serving import servers

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peagle.ops.errors import InputError
-from peagle.ops.strict_json import dumps
+from peagle.base.errors import InputError
+from peagle.base.strict_json import dumps
 from scripts.runs import Json
 
 PATH = "/v1/completions"

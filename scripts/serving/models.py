@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from peagle.checkpoints import DEMO, HELD_OUT, resolve
+from peagle.base.errors import InputError
+from peagle.loading.checkpoints import DEMO, HELD_OUT, resolve
 from peagle.measure.reports import Block
 from peagle.measure.sweep.plan import K, parse_ks
-from peagle.ops.errors import InputError
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import byte_alphabet, load_tokenizer

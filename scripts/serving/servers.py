@@ -16,7 +16,7 @@ from pathlib import Path
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from scripts.peers import bystanders
 from scripts.runs import Json, last_line
 

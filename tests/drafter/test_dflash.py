@@ -18,8 +18,8 @@ from drafter.load import load_drafter, save_drafter, shared_tensors, to_tensors
 from drafter.params import DrafterParams
 from drafter.propose import DFlash, drafter_of
 from drafter.vocabulary import DraftVocab, narrow
+from peagle.base.errors import InputError
 from peagle.ops.attention import MASKED
-from peagle.ops.errors import InputError
 from peagle.ops.messages import DrafterInput
 from tests.support.drafters import (
     BIASED,

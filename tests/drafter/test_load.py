@@ -29,8 +29,8 @@ from drafter.dialects import (
 from drafter.load import load_drafter, save_drafter, shared_tensors, sort_aux_layers, to_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.reference import draft_logits
-from peagle.ops.checkpoint import write_checkpoint
-from peagle.ops.errors import InputError, InputWarning
+from peagle.base.checkpoint import write_checkpoint
+from peagle.base.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig, Yarn
 from tests.support import checkpoints
 from tests.support.checkpoints import GONE, assert_same, changed

@@ -10,8 +10,8 @@ import pytest
 
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle
+from peagle.base.errors import InputError
 from peagle.ops import native
-from peagle.ops.errors import InputError
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding
 from tests.drafter.test_load import File, cast

@@ -18,8 +18,8 @@ from drafter.vocabulary import (
     coverage,
     narrow,
 )
+from peagle.base.errors import InputError
 from peagle.ops.attention import MASKED
-from peagle.ops.errors import InputError
 from peagle.ops.linear import PackedMatrix
 from peagle.ops.linear.packed import pack_floats, packed_matrix, unpack_floats
 from tests.support.drafters import (

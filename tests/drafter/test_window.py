@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from drafter.load import save_drafter
+from peagle.base.errors import InputError
 from peagle.ops import native
-from peagle.ops.errors import InputError
 from peagle.ops.messages import DraftOutput
 from tests.support.compiling import AS_FOR_USERS
 from tests.support.drafters import (

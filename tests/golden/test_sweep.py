@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.cli import main
 from peagle.measure.sweep.figures import alone, concurrent, rows
 from peagle.measure.sweep.store import IN_SHORT, KIND, RUN, open_run
-from peagle.ops.errors import InputError
 
 RECORDED = Path(__file__).with_name("sweep")
 RESULTS = Path(__file__).parents[2] / "results"

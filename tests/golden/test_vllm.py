@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from peagle.checkpoints import DEMO
-from peagle.loading import load, with_drafter
+from peagle.loading.checkpoints import DEMO
+from peagle.loading.load import load, with_drafter
 from peagle.pair import Pair
 from scripts.golden.vllm import GOLDEN, Drafting, ours, recorded
 

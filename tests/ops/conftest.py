@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.ops import cuda, native
-from peagle.ops.errors import InputError
 from peagle.ops.native import build
 from peagle.ops.native.build import instruction_sets
 

@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.ops import cuda, native
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, PagedRows, Pages, causal_rows, init_pages, paged_attention
 from peagle.ops.attention.paged import MOST_PAGES
-from peagle.ops.errors import InputError
 from peagle.ops.kernels import Implementation
 from tests.ops.conftest import FORMS
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from peagle.ops.rope import Llama3, RopeConfig, Yarn, apply_rope, parse_rope, rope_frequencies, rope_tables
 
 YARN = {

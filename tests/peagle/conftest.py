@@ -10,7 +10,7 @@ import pytest
 from cyclopts import App
 from cyclopts.argument import ArgumentCollection
 
-import peagle.loading
+import peagle.loading.load
 from peagle.cli import display
 from peagle.engine.host.step_batches import StepBatches
 from peagle.pair import Pair
@@ -82,7 +82,7 @@ def cached_target(directories: Directories, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture(scope="session")
 def pair(directories: Directories) -> Pair:
-    return peagle.loading.load(directories.target, directories.drafter)
+    return peagle.loading.load.load(directories.target, directories.drafter)
 
 
 @pytest.fixture(scope="session")

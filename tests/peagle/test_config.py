@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.config import EngineConfig, SamplingParams, configs_of
-from peagle.ops.errors import InputError
 from peagle.pair import RequestOptions
 
 

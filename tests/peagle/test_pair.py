@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import peagle
-from peagle.checkpoints import DEMO_DIRECTORY, drafter_path, resolve
+from peagle.base.errors import InputError, InputWarning
 from peagle.config import Drafts, EngineConfig, SamplingParams
 from peagle.engine.auto.speculation import Speculation
 from peagle.engine.devices.free_memory import LEAST_PREFIX_BYTES, FreeMemory
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
-from peagle.fit import check_fit
-from peagle.loading import default_dtype, load, with_drafter
-from peagle.ops.errors import InputError, InputWarning
+from peagle.loading.checkpoints import DEMO_DIRECTORY, drafter_path, resolve
+from peagle.loading.fit import check_fit
+from peagle.loading.load import default_dtype, load, with_drafter
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, from_ids
 from peagle.workflows.random_checkpoint import random_tensors
@@ -214,7 +214,7 @@ def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match="context is 1 positions; expected room"):
         pair.engine_config(0, context=1)
     one = sum(pair.engine(pair.engine_config(0, context=128)).memory_bytes())
-    for module in ("peagle.ops.memory", "peagle.engine.devices.free_memory"):
+    for module in ("peagle.base.memory", "peagle.engine.devices.free_memory"):
         monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: 3 * one)
     line = r"positions for 64 slots, .* for the state of the slots and .* for a step's logits, .* together, do not fit"
     with pytest.raises(InputError, match=line + r".*each slot takes .* slots fit: lower") as refused:
@@ -472,8 +472,8 @@ def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
         for kernels in ("native", "xla")
     }
     assert outputs["native"] == outputs["xla"]
-    monkeypatch.setattr("peagle.loading.describe_kernels", lambda: "XLA: no compiler was found")
-    monkeypatch.setattr("peagle.loading.native_available", lambda: False)
+    monkeypatch.setattr("peagle.loading.load.describe_kernels", lambda: "XLA: no compiler was found")
+    monkeypatch.setattr("peagle.loading.load.native_available", lambda: False)
     with pytest.raises(InputError, match="no compiler was found"):
         load(directories.target, None, kernels="native")
     assert load(directories.target, None).loaded.kernels == "XLA: no compiler was found"

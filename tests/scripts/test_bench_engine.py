@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from scripts import bench
 from scripts.scenarios import engine
 from scripts.scenarios.engine import BEFORE, NOW, Case

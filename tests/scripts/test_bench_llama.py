@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import peagle
-from peagle.checkpoints import DEMO, HELD_OUT, NGRAM
+from peagle.base.errors import InputError
 from peagle.engine.request import Request
-from peagle.ops.errors import InputError
+from peagle.loading.checkpoints import DEMO, HELD_OUT, NGRAM
 from scripts import bench, runs
 from scripts.peers.llama import Build, with_ngrams
 from scripts.runs import Progress, rotated

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from peagle.checkpoints import DEMO, resolve
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
+from peagle.loading.checkpoints import DEMO, resolve
 from peagle.workflows.random_checkpoint import write_random_checkpoint, write_random_drafter
 from scripts import bench
 from scripts.peers import bystanders, ours

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from peagle.checkpoints import DEMO, resolve
+from peagle.base.errors import InputError
 from peagle.engine.host.engine import Engine
+from peagle.loading.checkpoints import DEMO, resolve
 from peagle.measure.reports import markdown
-from peagle.ops.errors import InputError
 from peagle.text.tokenizer import load_tokenizer
 from scripts import bench
 from scripts.runs import Progress

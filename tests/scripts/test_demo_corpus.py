@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers")
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from peagle.checkpoints import DEMO, resolve
+from peagle.loading.checkpoints import DEMO, resolve
 from scripts.demo import corpus, rows, tokenizer
 from scripts.demo.corpus import SourceFile
 from scripts.demo.rows import CHARS_PER_TOKEN, TEXT_FRAC, behind_texts, chat_documents, pack, texts_of

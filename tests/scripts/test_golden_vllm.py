@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import peagle
-from peagle.ops.checkpoint import read_checkpoint
+from peagle.base.checkpoint import read_checkpoint
 from peagle.workflows.random_checkpoint import geometry, random_tensors
 from scripts.golden import vllm
 from scripts.golden.vllm import Answer, Drafting

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from peagle.answers.result import Counters
+from peagle.base.errors import InputError
 from peagle.engine.request import Request, StepRecord, TokenChunk
-from peagle.ops.errors import InputError
-from peagle.result import Counters
 from scripts.steps import steady, time_steps
 
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
-from peagle.ops.errors import InputError
+from peagle.base.checkpoint import read_checkpoint, write_checkpoint
+from peagle.base.errors import InputError
 
 GONE: Any = object()  # as a value: the key or the tensor is removed
 

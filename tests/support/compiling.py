@@ -42,7 +42,7 @@ def keep_programs() -> None:
 
 def trim_programs() -> None:
     """Drop the oldest programs beyond MOST_BYTES. JAX's own limit reads thousands of files at every write."""
-    from peagle.ops.files import trim_folder
+    from peagle.base.files import trim_folder
 
     COMPILED.mkdir(parents=True, exist_ok=True)
     trim_folder(COMPILED, MOST_BYTES)

@@ -30,7 +30,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 IN_A_CALLBACK = """
 import gc, time
 import peagle.cli.display
-from peagle.ops import interrupt
+from peagle.base import interrupt
 
 def wait(phase, _):
     gc.callbacks.remove(wait)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
-from peagle.ops.errors import InputError
+from peagle.base.checkpoint import read_checkpoint, write_checkpoint
+from peagle.base.errors import InputError
 from peagle.ops.expert_matmul import ExpandedExperts, FusedExperts, PackedExperts
 from peagle.ops.mxfp4 import dequantize, quantize
 from peagle.ops.rope import Llama3, RopeConfig, Yarn

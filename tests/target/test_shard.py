@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from peagle.ops.checkpoint import Cut, read_checkpoint
-from peagle.ops.errors import InputError
+from peagle.base.checkpoint import Cut, read_checkpoint
+from peagle.base.errors import InputError
 from peagle.workflows.random_checkpoint import geometry, random_tensors
 from target.config import TargetConfig
 from target.dialects import tensor_kinds

@@ -16,11 +16,11 @@ import jax
 import jaxlib
 import numpy as np
 
+from peagle.base.files import cache_directory, write_cached
+from peagle.base.processors import thread_times
+from peagle.base.strict_json import dumps
 from peagle.engine.auto.costs import CostTable, StepCosts
 from peagle.ops import native
-from peagle.ops.files import cache_directory, write_cached
-from peagle.ops.processors import thread_times
-from peagle.ops.strict_json import dumps
 
 LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 7, 12, 1.0  # for one number of active slots
 AGREEMENT = 1.1  # rounds end if the two shortest times of each case differ by this factor or less

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from peagle.base.errors import InputError
+from peagle.base.files import write_text_whole, writing
+from peagle.base.strict_json import dumps
 from peagle.engine.auto.state import EDGES, NUM_BINS, Counts
-from peagle.ops.errors import InputError
-from peagle.ops.files import write_text_whole, writing
-from peagle.ops.strict_json import dumps
 
 # {"num_speculative_tokens": K, "edges": [..], "acceptance": {"greedy": [position][bin][tried, accepted], "sampled":
 # ..}, "drafter_window": POSITIONS}; every key is optional

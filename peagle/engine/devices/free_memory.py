@@ -4,11 +4,11 @@ import threading
 
 import jax
 
+from peagle.base.errors import InputError
+from peagle.base.memory import available_memory_bytes, format_size, refuse_too_large
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.errors import InputError
-from peagle.ops.memory import available_memory_bytes, format_size, refuse_too_large
 from peagle.protocols import Drafter, OverDevices, Target
 
 PREFIX_FRAC = 0.1  # the prefix cache takes at most this share of the free memory

@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from peagle.base.errors import InputError
 from peagle.engine.host.executor import Executor
 from peagle.engine.host.programs import ProgramShape
 from peagle.engine.request import Request
 from peagle.engine.step.state import SlotParams
 from peagle.engine.step.step_kinds import StepKind
-from peagle.ops.errors import InputError
 from peagle.protocols import Drafter, Target
 
 Message: TypeAlias = dict[str, Any]

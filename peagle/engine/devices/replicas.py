@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 import jax
 
+from peagle.base import interrupt
 from peagle.engine.auto.costs import CostTable
 from peagle.engine.auto.measure import Measuring
 from peagle.engine.host.engine import Engine
@@ -31,7 +32,6 @@ from peagle.engine.host.timing import LoopTimes
 from peagle.engine.memory.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops import interrupt
 
 POLL_S = 1e-4  # between two looks for ready results; short compared with a step
 MOST_POLLING_S = 5e-3  # in one step, so that the driver can add requests for idle engines

@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from peagle.base.errors import InputError
 from peagle.engine.grammar import GrammarError, Matcher
 from peagle.engine.host import handoff
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.handoff import HandOff
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.errors import InputError
 
 
 @dataclass(frozen=True)

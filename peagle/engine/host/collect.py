@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from peagle.base.errors import InputError
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host.constrained import renew
 from peagle.engine.host.executor import Executor, ModelName
@@ -14,7 +15,6 @@ from peagle.engine.host.scheduler import Chunk
 from peagle.engine.request import Drafting, FinishReason, StepRecord, TokenChunk, TokenLogprobs
 from peagle.engine.step.sampling import LogProbs
 from peagle.engine.step.step_kinds import StepOutput
-from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Explains
 

@@ -25,6 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from peagle.base import interrupt
+from peagle.base.errors import InputError
+from peagle.base.memory import tree_bytes
 from peagle.engine.auto.costs import CostTable
 from peagle.engine.auto.measure import Measuring
 from peagle.engine.grammar import GrammarError
@@ -47,9 +50,6 @@ from peagle.engine.host.warmup import WarmUp
 from peagle.engine.memory.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.request import Drafting, FinishReason, Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.memory import tree_bytes
 from peagle.protocols import Drafter, Target
 
 

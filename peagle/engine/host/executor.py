@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
+from peagle.base import interrupt
 from peagle.engine.auto.state import AutoState, Counts
 from peagle.engine.host import programs
 from peagle.engine.host.programs import ProgramShape
@@ -24,7 +25,6 @@ from peagle.engine.step.prefill import Prefilled
 from peagle.engine.step.propose import Proposed
 from peagle.engine.step.state import DecodeState, SlotParams
 from peagle.engine.step.step_kinds import StepKind
-from peagle.ops import interrupt
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
 from peagle.protocols import Drafter, Explains, Target

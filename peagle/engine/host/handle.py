@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from peagle.base.errors import InputError
 from peagle.engine.grammar import Matcher
 from peagle.engine.host.handoff import HandOff
 from peagle.engine.memory.pages import PageTable
 from peagle.engine.request import Drafting, FinishReason, Request, TokenChunk
-from peagle.ops.errors import InputError
 
 _numbers = itertools.count()
 

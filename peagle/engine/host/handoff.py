@@ -25,13 +25,13 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from peagle.base.errors import InputError
+from peagle.base.strict_json import dumps
 from peagle.engine.host.executor import Executor
 from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.memory.pages import UNMAPPED, PageTable
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
-from peagle.ops.errors import InputError
-from peagle.ops.strict_json import dumps
 from peagle.protocols import OverDevices
 
 TensorShape: TypeAlias = tuple[tuple[int, ...], np.dtype]
@@ -53,7 +53,7 @@ ANOTHER = "; expected a message of the same version of peagle: hand the request 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Fingerprints of the models, which must be equal on both sides. Made by peagle.loading.
+    """Fingerprints of the models, which must be equal on both sides. Made by peagle.loading.load.
 
     They cover files and dtype, and the drafter's aux layers and window. Empty for models that were not loaded from
     files.

@@ -50,7 +50,7 @@ class EngineBase(abc.ABC):
 
         For a single driver; others call `run`, `follow` or `generate`. Does nothing if no request is left. Raises
         EngineError if the device failed, and after Ctrl-C KeyboardInterrupt, before it sends anything
-        (peagle.ops.interrupt).
+        (peagle.base.interrupt).
         """
 
     @abc.abstractmethod

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from peagle.base import interrupt
 from peagle.engine.auto import measure
 from peagle.engine.auto.costs import CostTable
 from peagle.engine.auto.measure import Case, Measuring
@@ -23,7 +24,6 @@ from peagle.engine.request import Request
 from peagle.engine.step.masks import all_allowed
 from peagle.engine.step.state import SlotParams
 from peagle.engine.step.step_kinds import StepKind
-from peagle.ops import interrupt
 from peagle.ops.attention import PAGE_SIZE
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from peagle.base.errors import InputError
+from peagle.base.memory import format_size, tree_bytes
 from peagle.engine.memory.pages import PageGroup, PagePool, PageTable
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages
-from peagle.ops.errors import InputError
-from peagle.ops.memory import format_size, tree_bytes
 from peagle.protocols import Drafter, OverDevices, Target
 
 # pages that a windowed group keeps, at most, for later requests to continue from; as a share of a full group's pages

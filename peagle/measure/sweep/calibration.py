@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from peagle.checkpoints import drafter_folder
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.engine.auto.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
 from peagle.engine.auto.state import MIDDLES, Counts
 from peagle.engine.host.inspection import count_acceptance
+from peagle.loading.checkpoints import drafter_folder
 from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.plan import Plan
 from peagle.measure.sweep.runner import Progress, SweepRun, models_of
 from peagle.measure.sweep.store import Folder
-from peagle.ops.errors import InputError
 
 KINDS = ("greedy", "sampled")
 LEAST_TRIES = 8  # drafts behind a point of the picture

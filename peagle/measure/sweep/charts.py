@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from peagle.base.errors import InputWarning
+from peagle.base.files import reason_of
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import VariantRow
 from peagle.measure.sweep.plan import k_order
-from peagle.ops.errors import InputWarning
-from peagle.ops.files import reason_of
 
 PAGE, INK = "#ffffff", "#222222"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # safe for colour-blind readers

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from peagle.base.errors import InputError
 from peagle.measure.estimates import Estimate, Statistic, estimate, ratio, ratio_of_ratios
 from peagle.measure.sweep.figures import PLAIN_SECONDS, RATES, SECONDS, Pairing, pairings
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import Folder
-from peagle.ops.errors import InputError
 
 Pairs = Sequence[tuple[Pairing, Pairing]]  # a request in the first run and in the second
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
+from peagle.answers.result import LOOPING_ABOVE, Counters
 from peagle.measure.estimates import (
     Estimate,
     Statistic,
@@ -29,7 +30,6 @@ from peagle.measure.estimates import (
 from peagle.measure.metrics import busy_s, total
 from peagle.measure.sweep.plan import PLAIN, K, Plan, Variant, Workload
 from peagle.measure.sweep.store import ITL_QUANTILES, Folder, Sample, Share, SweepRequest
-from peagle.result import LOOPING_ABOVE, Counters
 
 BOUNDS = ("one_hot", "sampled", "best")  # fields of peagle.measure.bound.Bound
 SLOWER = 0.97  # a request is slower with speculation if the interval of its speed-up lies below

@@ -9,6 +9,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
 
+from peagle.base.files import printable
 from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
 from peagle.measure.provenance import origin_text
@@ -16,7 +17,6 @@ from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import VariantRow, alone, best, of_workload
 from peagle.measure.sweep.plan import PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
-from peagle.ops.files import printable
 
 PLAINLY = "plain decoding"
 MANY = 3  # the most drafters that a title names

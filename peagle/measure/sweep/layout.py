@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from peagle.answers.result import LOOPING_ABOVE
 from peagle.measure.estimates import FEWEST, Estimate, estimate_text
 from peagle.measure.provenance import machine_text, origin_text
 from peagle.measure.reports import Block, Commands, Picture, Table, heading, plain
@@ -16,7 +17,6 @@ from peagle.measure.sweep.figures import SLOWER, VariantRow, alone, best, concur
 from peagle.measure.sweep.headline import counted, variant_text
 from peagle.measure.sweep.plan import Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
-from peagle.result import LOOPING_ABOVE
 
 HASH = 12  # digits of a checksum that a page shows
 LOOPING = headline.percent(LOOPING_ABOVE)

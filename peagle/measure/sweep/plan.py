@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle.base.errors import InputError
+from peagle.base.files import printable
 from peagle.config import AUTO, MAX_NUM_DRAFTS, Drafts, EngineConfig, SamplingParams
-from peagle.ops.errors import InputError
-from peagle.ops.files import printable
 
 FULL = "full"  # the drafter's whole vocabulary
 

@@ -21,6 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from peagle.answers.result import decode
+from peagle.base.errors import InputError
+from peagle.base.memory import share_of_mappings
 from peagle.config import SamplingParams
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
@@ -36,10 +39,7 @@ from peagle.measure.sweep.store import (
     SweepRequest,
     line_of,
 )
-from peagle.ops.errors import InputError
-from peagle.ops.memory import share_of_mappings
 from peagle.pair import Pair
-from peagle.result import decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Conversation, Rendering
 

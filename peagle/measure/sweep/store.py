@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from peagle.answers.result import Counters, Result
+from peagle.base.errors import InputError
+from peagle.base.files import expect_new, reason_of, write_text_whole, writing
+from peagle.base.strict_json import dumps
 from peagle.measure.bound import Bound
 from peagle.measure.sweep.plan import PLAIN, Plan, Variant, Workload
-from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new, reason_of, write_text_whole, writing
-from peagle.ops.strict_json import dumps
-from peagle.result import Counters, Result
 
 SCHEMA, KIND = 3, "sweep"
 IN_SHORT = "sweep in short"  # the kind of summaries in results/; later ones are copies without raw lines

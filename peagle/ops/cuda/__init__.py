@@ -17,10 +17,10 @@ from pathlib import Path
 
 import jax
 
+from peagle.base.errors import InputError
 from peagle.ops import native
 from peagle.ops.cuda.nvrtc import HOPPER, CudaError, compile_kernels
 from peagle.ops.cuda.self_test import check
-from peagle.ops.errors import InputError
 from peagle.ops.native.build import LAUNCHER
 
 HANDLERS = ("linear", "experts", "expert_block", "paged_attention")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.files import cache_directory, write_cached
+from peagle.base.files import cache_directory, write_cached
 
 HERE = Path(__file__).parent
 NAMES = ("common.cuh", "linear.cu", "experts.cu", "attention.cu")

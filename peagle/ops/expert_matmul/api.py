@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from peagle.base.errors import InputError
 from peagle.ops.collectives import LocalExperts, Ranks
 from peagle.ops.cuda import unsupported
 from peagle.ops.cuda.calls import MAX_ROWS, TILED_TOP_K
-from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import cuda, native, reference
 from peagle.ops.expert_matmul.routing import Choices, route_dense, route_top_k
 from peagle.ops.expert_matmul.weights import (

@@ -19,8 +19,8 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
+from peagle.base.memory import aligned, aligned_copy, as_aligned, to_device
 from peagle.ops.kernels import Implementation
-from peagle.ops.memory import aligned, aligned_copy, as_aligned, to_device
 from peagle.ops.mxfp4 import BLOCK, dequantize
 
 ROWS = 16

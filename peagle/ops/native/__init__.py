@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from peagle.ops.errors import InputError, InputWarning
+from peagle.base.errors import InputError, InputWarning
 from peagle.ops.native.build import HERE, instruction_sets, library
 from peagle.ops.native.self_test import UNTESTED, find_fault
 

@@ -12,7 +12,7 @@ from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation, score
 from drafter.train.recipe import Recipe
 from drafter.train.row_batches import DocumentSource, RowBatches, pack
 from drafter.train.shards import ALONE, Document
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from peagle.workflows.dataset import cut_prompt
 
 RECIPE = Recipe(steps=1, width=24, cod=Cod(depth=3))

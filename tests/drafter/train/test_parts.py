@@ -19,7 +19,7 @@ from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe
 from drafter.train.row_batches import RowBatch
 from drafter.train.step import Fixed, gradients_of
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from tests.drafter.train.rows import QUICKLY, SMALL, T, chains_of_parts, on_device, sequence
 
 RECIPE = Recipe(steps=1, width=T, cod=Cod(depth=3), blocks=T)

@@ -19,8 +19,8 @@ from drafter.train.shards import (
     shard_path,
     write_shard,
 )
-from peagle.ops.errors import InputError
-from peagle.ops.files import write_whole
+from peagle.base.errors import InputError
+from peagle.base.files import write_whole
 
 
 def documents(seed: int, count: int = 5, taught: bool = False) -> list[Document]:

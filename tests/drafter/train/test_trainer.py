@@ -25,7 +25,7 @@ from drafter.train.held_out import HeldOut
 from drafter.train.recipe import rate_schedule
 from drafter.train.row_batches import DocumentSource, RowBatches, pack
 from drafter.train.trainer import Deadline, StepTimer, Trainer, TrainingStopped
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from tests.support.trainers import CONFIG, RECIPE, curve, document, initial, keep_programs, same, trainer
 
 ROOT = Path(__file__).parents[3]

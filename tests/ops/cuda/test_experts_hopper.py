@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.ops import cuda
 from peagle.ops.cuda import calls, graphs, nvrtc
 from peagle.ops.cuda.pack import UNIT_WORDS, UNITS_A_GROUP, pack
 from peagle.ops.cuda.self_test import random_halves
-from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tiled_experts
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.norm import Norm

@@ -8,14 +8,14 @@ import importlib
 import numpy as np
 from jax.typing import DTypeLike
 
-from peagle.ops.memory import ALIGNMENT
+from peagle.base.memory import ALIGNMENT
 
 PACKED = importlib.import_module("peagle.ops.linear.packed")
 LIBC = ctypes.CDLL(None)
 
 
 def exact(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Allocate as peagle.ops.memory.aligned does, without slack; never freed."""
+    """Allocate as peagle.base.memory.aligned does, without slack; never freed."""
     kind = np.dtype(dtype)
     size = int(np.prod(shape)) * kind.itemsize
     address = ctypes.c_void_p()

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError, InputWarning
 from peagle.ops import native
-from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.native import build, self_test
 from peagle.ops.native.build import BuildError
 from tests.ops.conftest import TILES, WITHOUT_TILES

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import peagle.cli.processes
+from peagle.base import interrupt
 from peagle.cli.display import Display
-from peagle.ops import interrupt
 from peagle.pair import Pair
 from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import load_tokenizer

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.cli.cluster import Up, served, start_fleet
 from peagle.cli.command import build_command
 from peagle.cluster.config import FleetConfig, read_fleet
-from peagle.ops.errors import InputError
 from tests.support.commands import all_refused
 from tests.support.pairs import Directories
 

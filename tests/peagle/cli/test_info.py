@@ -13,9 +13,9 @@ import pytest
 
 import peagle.workflows.inspection
 from drafter.load import weight_bytes as drafter_weight_bytes
-from peagle.loading import load
+from peagle.base.memory import tree_bytes
+from peagle.loading.load import load
 from peagle.ops.kernels import for_weights
-from peagle.ops.memory import tree_bytes
 from target.load import weight_bytes
 from tests.support.checkpoints import GONE, copy_changed
 from tests.support.commands import Captured, all_refused, refused

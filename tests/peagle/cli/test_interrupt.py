@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import peagle.fit
+import peagle.loading.fit
 from peagle.cli import main
 from peagle.cli.display import Display
 from tests.support.commands import last_of_each
@@ -70,6 +70,6 @@ def test_what_is_done_before_anything_looks_ends_with_130_too(
 
 def test_parity_ends_before_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: pytest.fail("it loads"))
-    press_ctrl_c_at(monkeypatch, peagle.fit, "check_fit")
+    press_ctrl_c_at(monkeypatch, peagle.loading.fit, "check_fit")
     assert main(["parity"]) == 130
     assert capsys.readouterr().out == ""

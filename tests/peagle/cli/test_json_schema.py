@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from peagle.base import jax_workaround
 from peagle.config import EngineConfig
 from peagle.engine.auto.speculation import Speculation
 from peagle.measure.provenance import TUNING, provenance, tuning
-from peagle.ops import jax_workaround
 from peagle.pair import Pair, RequestOptions
 from peagle.text.prompts import Conversation, from_ids
 from peagle.workflows.run import Outcome, Run, RunConfig, run

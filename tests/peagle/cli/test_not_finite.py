@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import peagle.cli.processes
+from peagle.base.errors import InputError
 from peagle.cli import main
 from peagle.config import SamplingParams
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
 from tests.support.commands import refused, run

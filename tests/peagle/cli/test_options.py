@@ -13,6 +13,8 @@ import pytest
 from cyclopts import App
 from cyclopts.exceptions import MissingArgumentError
 
+from peagle.base.errors import InputError
+from peagle.base.flag import Flag
 from peagle.cli import main
 from peagle.cli.app import COMMANDS, DEFAULTS
 from peagle.cli.app import application as commands
@@ -34,8 +36,6 @@ from peagle.cli.report import Report
 from peagle.cli.serve import Serve
 from peagle.cli.speculate import Speculate
 from peagle.config import AnswerConfig, SamplingParams, read_kv_memory, read_prefix_cache
-from peagle.ops.errors import InputError
-from peagle.ops.flag import Flag
 from peagle.text.prompts import Rendering
 from tests.support.commands import refused, run
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-import peagle.ops.memory
+import peagle.base.memory
 import peagle.workflows.inspection
 import target.load
-from peagle.ops.checkpoint import Checkpoint
+from peagle.base.checkpoint import Checkpoint
 from peagle.ops.kernels import for_weights
 from tests.support.commands import Captured, refused
 from tests.support.pairs import MASK, VOCAB_SIZE, Directories, edit_json
@@ -249,7 +249,7 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
 
     target_directory, drafter_directory = str(directories.target), str(directories.drafter)
     needed = target.load.weight_bytes(directories.target, implementation=for_weights())
-    for module in (peagle.ops.memory, peagle.workflows.inspection):
+    for module in (peagle.base.memory, peagle.workflows.inspection):
         monkeypatch.setattr(module, "available_memory_bytes", lambda: needed)
     assert "fits into" in real("info", target_directory)[1]
     monkeypatch.setattr(Checkpoint, "take", no_reading)
@@ -271,5 +271,5 @@ def test_caches_that_do_not_fit_into_memory_are_refused(
     refused(large, "keys and values may take", "are available", "a smaller --kv-memory")
     refused(real(*typed, "--prefix-cache", "900TB"), "prefix cache may take", "--prefix-cache, or off")
     read_weights = iter([1 << 40])  # there is room for those
-    monkeypatch.setattr(peagle.ops.memory, "available_memory_bytes", lambda: next(read_weights, 1000))
+    monkeypatch.setattr(peagle.base.memory, "available_memory_bytes", lambda: next(read_weights, 1000))
     refused(real(*typed), "out of memory", "the keys and values of 448 positions", "--context", "1.0 kB")

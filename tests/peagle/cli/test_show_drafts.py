@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from peagle.answers.result import follow, submit
 from peagle.pair import Pair
-from peagle.result import follow, submit
 from peagle.text.prompts import Rendering, from_text
 
 NEW, K = 40, 3

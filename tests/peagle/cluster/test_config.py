@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.cluster.complete import completed
 from peagle.cluster.config import FleetConfig, read_fleet
-from peagle.ops.errors import InputError
 
 
 @pytest.mark.parametrize(

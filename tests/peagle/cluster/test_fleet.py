@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from peagle.base.errors import InputError
 from peagle.cluster.fleet import LOADING, LOST, LOST_PROMPT, Fleet, ReplicaLost
 from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
-from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.errors import ApiError

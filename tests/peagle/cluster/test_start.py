@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.cluster.config import FleetConfig
 from peagle.config import EngineConfig
-from peagle.ops.errors import InputError
 from peagle.serve.server import listen
 from scripts.serving.servers import free_port
 

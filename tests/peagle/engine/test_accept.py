@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.step.accept import NOISE, Acceptance, accept, draw_synthetic
 from peagle.engine.step.sampling import RowSampling, choose
-from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from tests.support.rows import rows_of
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from peagle.base.errors import InputError
 from peagle.config import MOST_LOGPROBS, SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.host.engine import Engine
@@ -22,7 +23,6 @@ from peagle.engine.step.masks import MASK_BITS
 from peagle.engine.step.state import SlotParams
 from peagle.engine.step.step_kinds import StepKind
 from peagle.measure.logprobs import output_logprobs
-from peagle.ops.errors import InputError
 from target.model import GptOss, forward
 from tests.support.models import fast_target
 from tests.support.toys import CONFIG, check_whole

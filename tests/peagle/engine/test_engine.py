@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.answers.result import Counters
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.auto.costs import CostTable, StepCosts
@@ -25,10 +27,8 @@ from peagle.engine.step.sampling import RowSampling
 from peagle.engine.step.state import init_state
 from peagle.engine.step.step import step
 from peagle.engine.step.step_kinds import StepKind
-from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
-from peagle.result import Counters
 from tests.support.compiling import AS_FOR_USERS
 from tests.support.models import fast_target
 from tests.support.toys import (

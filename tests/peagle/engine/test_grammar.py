@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle import result as results
+from peagle.answers import result as results
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary
 from peagle.engine.host.engine import Engine
@@ -27,7 +28,6 @@ from peagle.engine.step.adjust import Adjustments, adjust
 from peagle.engine.step.masks import all_allowed, fill, next_mask
 from peagle.engine.step.sampling import RowSampling, draw_keys, probabilities
 from peagle.ops.draw import draw
-from peagle.ops.errors import InputError
 from tests.support.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode, stepped
 
 CONTROL, STOP = 0, 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.auto.costs import CostTable
@@ -19,7 +20,6 @@ from peagle.engine.host.handoff import Fingerprints, HandOff, parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE
-from peagle.ops.errors import InputError
 from tests.support.models import TARGET, Models, fast_target, models, needs_native
 from tests.support.toys import WINDOW, decode, stepped
 

@@ -6,7 +6,7 @@ import pytest
 from peagle.config import SamplingParams
 from peagle.engine.naive import speculate
 from peagle.engine.request import Request
-from peagle.loading import load
+from peagle.loading.load import load
 from peagle.text.prompts import Rendering, from_text
 from tests.support.models import TARGET, engine_of, models
 from tests.support.toys import decode

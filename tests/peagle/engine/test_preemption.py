@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.host.engine import Engine
 from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.errors import InputError
 from tests.support.models import TOKENS, Models, answer_of, ask, engine_of, fast_target, models, needs_native
 from tests.support.toys import MarkovTarget, check_whole, decode, tiny_target
 

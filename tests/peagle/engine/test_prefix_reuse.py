@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE as PAGE
-from peagle.ops.errors import InputError
 from tests.support.models import TARGET, TOKENS, Models, ask, engine_of, fast_target, models, needs_native
 from tests.support.toys import check_whole, decode, drafting_at
 

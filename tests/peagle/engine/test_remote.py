@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.devices.remote import VERBS, Coordinator, Worker
@@ -15,8 +16,7 @@ from peagle.engine.host.executor import Executor
 from peagle.engine.host.programs import ProgramShape
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.errors import InputError
-from peagle.processes import decode, encode
+from peagle.parallel.processes import decode, encode
 from tests.peagle.engine.test_interleaving import COMPILED, STOP
 from tests.support.models import models
 from tests.support.toys import decode as answers

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.devices.replicas import Replicas
@@ -21,7 +22,6 @@ from peagle.engine.host.programs import trace_counts
 from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig, Role
-from peagle.ops.errors import InputError
 from tests.support.toys import MarkovTarget, decode, stepped, taken
 
 VOCAB, K = 29, 3

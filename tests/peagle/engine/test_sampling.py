@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from peagle.base.errors import InputError
 from peagle.config import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, SamplingParams
 from peagle.engine.request import fold_seed
 from peagle.engine.step import sampling as functions
 from peagle.ops import draw as race
-from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from tests.support.rows import defined, rows_of
 

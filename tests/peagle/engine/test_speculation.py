@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.engine.auto.speculation import (
     DEFAULT_DRAFTS,
     SPECULATION_FILE,
@@ -15,7 +16,6 @@ from peagle.engine.auto.speculation import (
     write_speculation,
 )
 from peagle.engine.auto.state import EDGES, NUM_BINS
-from peagle.ops.errors import InputError
 
 COUNTS = tuple(tuple(tuple((float(n + k), float(n)) for n in range(NUM_BINS)) for k in range(2)) for _ in range(2))
 

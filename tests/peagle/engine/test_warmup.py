@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from peagle.base.processors import ThreadTimes
 from peagle.drafters.ngram import NGram
 from peagle.engine.auto import measure
 from peagle.engine.host.engine import Engine
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.processors import ThreadTimes
 from peagle.pair import Pair
 from tests.support.toys import check_whole, tiny_target
 

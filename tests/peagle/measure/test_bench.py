@@ -16,15 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import peagle.cli.processes
-import peagle.loading
+import peagle.loading.load
 import peagle.measure.bench
 import peagle.workflows.bench_report
+from peagle.base.errors import InputError
 from peagle.engine.host.collect import Emitted
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.scheduler import Steps
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
-from peagle.loading import load
+from peagle.loading.load import load
 from peagle.measure.bench import (
     Bench,
     BenchOptions,
@@ -36,7 +37,6 @@ from peagle.measure.bench import (
     bench,
     time_steps,
 )
-from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from tests.support import commands
 from tests.support.commands import refused
@@ -306,7 +306,7 @@ def test_sizes_of_more_positions_than_the_targets_are_refused(sizes: Any, positi
 
 
 def test_caches_that_do_not_fit_are_refused(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peagle.ops.memory, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(peagle.base.memory, "available_memory_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"out of memory: .* for the caches of 5 positions"):
         bench(tiny, OPTIONS)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from drafter.propose import PEagle
+from peagle.answers.result import Result
 from peagle.config import SamplingParams
 from peagle.engine.request import Request, StepRecord
 from peagle.measure.bound import bound
 from peagle.measure.sweep.figures import length_by_rates
-from peagle.result import Result
 from tests.support.drafters import random_params
 from tests.support.toys import FixedLogits, MarkovTarget, drafter_config, tiny_target
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle.answers.result import Assembler, Counters, Result, loop_grams
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.metrics import (
@@ -18,7 +19,6 @@ from peagle.measure.metrics import (
     speculative_decoding_block,
     summarize,
 )
-from peagle.result import Assembler, Counters, Result, loop_grams
 from peagle.workflows.run import Outcome, Run
 from peagle.workflows.run_report import summary_lines
 from tests.support.pairs import ByteTokenizer

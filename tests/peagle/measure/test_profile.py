@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.host.engine import Engine
@@ -13,7 +14,6 @@ from peagle.engine.host.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.profile import IN_PROGRAM, Span, breakdown, make_directory, operation_parts_of, profile
-from peagle.ops.errors import InputError
 from tests.support.toys import decode, tiny_target
 
 MS = 1_000_000.0

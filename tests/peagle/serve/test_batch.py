@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import peagle.cli.serve
+from peagle.base.errors import InputError
+from peagle.base.files import locked
 from peagle.cli import main
-from peagle.ops.errors import InputError
-from peagle.ops.files import locked
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.batch import BatchFile, check_files
 from peagle.serve.bodies import CompletionBody

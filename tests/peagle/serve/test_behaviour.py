@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.ops import interrupt
+from peagle.base import interrupt
 from peagle.serve import engine_loop
 from peagle.serve.app import create_app
 from peagle.serve.shared_state import SharedState

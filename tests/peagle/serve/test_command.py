@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from peagle.base import interrupt
 from peagle.cli import main
 from peagle.cli.display import Display
 from peagle.cli.serve import allowed_hosts, check_allowed_origin
 from peagle.engine.host.executor import Executor
-from peagle.ops import interrupt
 from peagle.serve.server import Server, ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import Tokenizer
 from tests.support.commands import all_refused, refused, run

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.checkpoints import DEMO_DIRECTORY
+from peagle.answers.result import Piece, Result
+from peagle.base.strict_json import dumps
 from peagle.engine.request import Request, TokenChunk, TokenLogprobs
-from peagle.ops.strict_json import dumps
+from peagle.loading.checkpoints import DEMO_DIRECTORY
 from peagle.pair import Pair
-from peagle.result import Piece, Result
 from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter
 from peagle.text.channels import Delta

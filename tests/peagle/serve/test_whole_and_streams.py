@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle.base.strict_json import dumps
 from peagle.engine.request import Request, TokenChunk, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import ChatBody
 from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter

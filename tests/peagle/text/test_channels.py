@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.checkpoints import DEMO_DIRECTORY
+from peagle.answers.result import Assembler
 from peagle.cli.display import Channels
 from peagle.engine.request import FinishReason, Request, TokenChunk
-from peagle.result import Assembler
+from peagle.loading.checkpoints import DEMO_DIRECTORY
 from peagle.text.channels import CONTROL, ChannelParser, Delta
 from peagle.text.tokenizer import detokenize, load_tokenizer
 from tests.support.channels import PROMPT, HarmonyTokenizer, Stream, ids, split

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from peagle.text.prompt_files import CONVERT, PLACEHOLDER, Skipped, read_prompt_file, read_prompts
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text, parse_ids
 from peagle.text.tokenizer import Tokenizer, detokenize, load_tokenizer
 from tests.support.pairs import TEMPLATE, write_tokenizer

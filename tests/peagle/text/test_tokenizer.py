@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from peagle.checkpoints import DEMO_DIRECTORY
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
+from peagle.loading.checkpoints import DEMO_DIRECTORY
 from peagle.text.channels import final_message
 from peagle.text.prompts import chat_messages
 from peagle.text.tokenizer import (

@@ -18,8 +18,8 @@ from drafter.load import load_drafter, save_drafter
 from drafter.train.folder import LOG
 from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
-from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.cli import main
+from peagle.loading.checkpoints import DEMO_DIRECTORY
 from peagle.workflows.export import card, spread_over_groups
 from target.config import FULL, SLIDING, TargetConfig
 from target.load import inspect_target, load_target

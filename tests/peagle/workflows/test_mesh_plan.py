@@ -7,9 +7,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.cli import main
-from peagle.ops.errors import InputError
-from peagle.parallel import MeshShape
+from peagle.parallel.mesh import MeshShape
 from peagle.workflows.mesh_plan import DEVICES, device_named, pass_s, rank_bytes, rank_cache_bytes
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target.load import weight_bytes, write_target

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import peagle.loading
+import peagle.loading.load
 from drafter.config import DrafterConfig
 from drafter.dialects import open_drafter
 from drafter.load import load_drafter, save_drafter
 from drafter.params import DrafterParams
 from drafter.propose import PEagle
 from drafter.vocabulary import Coverage, choose, narrow
-from peagle.checkpoints import DEMO_DIRECTORY, HELD_OUT
 from peagle.cli import main
+from peagle.loading.checkpoints import DEMO_DIRECTORY, HELD_OUT
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.pair import Pair
@@ -53,7 +53,7 @@ AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 @pytest.fixture(scope="module")
 def demo() -> Pair:
-    return peagle.loading.load()
+    return peagle.loading.load.load()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def prompt_file(directory: Path) -> Path:
 @pytest.fixture(scope="module")
 def small(directories: Directories) -> Pair:
     pytest.importorskip("torch")
-    pair = peagle.loading.load(directories.target, directories.drafter, kernels="xla")
+    pair = peagle.loading.load.load(directories.target, directories.drafter, kernels="xla")
     return dataclasses.replace(pair, stop_token_ids=())  # every answer takes its budget
 
 
@@ -226,7 +226,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {  # (how it is pla
 
 def findings_of(directory: Path, drafted: DraftedTexts) -> Findings:
     """Examine a drafter along the demo pair's answers, with the layers that its config names."""
-    pair = peagle.loading.load("demo", directory)
+    pair = peagle.loading.load.load("demo", directory)
     layers = list(pair.target.aux_layer_ids)
     texts = tuple(
         dataclasses.replace(text, aux_hidden=hidden[:, layers].reshape(len(hidden), -1))
@@ -238,7 +238,7 @@ def findings_of(directory: Path, drafted: DraftedTexts) -> Findings:
     return examine(pair, drafter, open_drafter(directory), along, without_turns, SETTINGS, lambda *_: None)
 
 
-@pytest.mark.filterwarnings("ignore::peagle.ops.errors.InputWarning")  # of ids and maps that look wrong
+@pytest.mark.filterwarnings("ignore::peagle.base.errors.InputWarning")  # of ids and maps that look wrong
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_checkpoint_that_says_something_else_than_it_was_trained_with_is_named(
     drafted: DraftedTexts, tmp_path: Path, fault: str
@@ -277,7 +277,7 @@ def test_raw_prompts_are_named(demo: Pair) -> None:
 
 def tried(directory: Path, length: int = 1, **options: Any) -> dict[str, Any]:
     """List the other readings of a drafter, by name, for a text of this length."""
-    pair = peagle.loading.load("demo", directory, **options)
+    pair = peagle.loading.load.load("demo", directory, **options)
     hidden = np.zeros((1, 8, 192), np.float32)
     drafted = DraftedTexts((DraftedText(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
     drafter: Any = pair.drafter

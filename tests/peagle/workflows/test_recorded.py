@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drafter.train.shards import Document
-from peagle.ops.errors import InputError
+from peagle.base.errors import InputError
 from peagle.text.prompt_files import read_prompt_file, read_prompts
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import Tokenizer, detokenize, load_tokenizer

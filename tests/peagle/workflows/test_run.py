@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.answers.result import Result, decode
+from peagle.base import interrupt
+from peagle.base.errors import InputError
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.auto import measure
 from peagle.engine.auto.speculation import Speculation
@@ -20,10 +23,7 @@ from peagle.engine.host.handle import Handle
 from peagle.engine.host.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.measure.logprobs import output_logprobs
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
 from peagle.pair import Pair, RequestOptions
-from peagle.result import Result, decode
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
 from peagle.workflows import run as workflows_run

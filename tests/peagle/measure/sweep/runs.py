@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-import peagle.loading
+import peagle.loading.load
+from peagle.answers.result import Result, decode
 from peagle.cli import main
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
@@ -18,7 +19,6 @@ from peagle.measure.sweep.figures import VariantRow, WithoutLoops
 from peagle.measure.sweep.plan import PLAIN, Workload
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
-from peagle.result import Result, decode
 from peagle.text.tokenizer import Tokenizer
 from tests.support.commands import words
 from tests.support.pairs import ByteTokenizer, toy_pair
@@ -56,7 +56,7 @@ SWEPT = "-k 3,1 --num-prompts 8 --repeats 2 -n 24"
 def load_in_place(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     """Load this pair in place of whatever is named."""
     for name in ("load", "with_drafter"):
-        monkeypatch.setattr(peagle.loading, name, lambda *_, **__: pair)
+        monkeypatch.setattr(peagle.loading.load, name, lambda *_, **__: pair)
 
 
 @dataclasses.dataclass(frozen=True)

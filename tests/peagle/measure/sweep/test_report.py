@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.cli import main
 from peagle.cli.report import show
 from peagle.measure.estimates import Estimate
@@ -22,7 +23,6 @@ from peagle.measure.sweep.figures import WithoutLoops, rows
 from peagle.measure.sweep.headline import headlines
 from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
-from peagle.ops.errors import InputError
 from tests.peagle.measure.sweep.runs import Lab, example_row, lines_of, with_lines, with_plan
 from tests.support.commands import words
 from tests.support.terminal import ROOT

@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 import peagle.measure.sweep.runner
-from peagle.checkpoints import DEMO_DIRECTORY
+from peagle.base.errors import InputError
+from peagle.base.files import locked
 from peagle.cli import main
 from peagle.engine.auto.speculation import Speculation
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
+from peagle.loading.checkpoints import DEMO_DIRECTORY
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import best, rows
 from peagle.measure.sweep.plan import Plan, Variant, Workload, short_names
 from peagle.measure.sweep.runner import SweepRun
 from peagle.measure.sweep.store import CONVERSATIONS, PROMPTS, RAW, RUN, Folder, SweepRequest, open_run
-from peagle.ops.errors import InputError
-from peagle.ops.files import locked
 from peagle.pair import Pair
 from tests.peagle.measure.sweep.runs import (
     SMALL,
@@ -159,7 +159,7 @@ def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
 
 
 def test_drafters_workloads_and_windows_stand_side_by_side(lab: Lab) -> None:
-    lab.monkeypatch.setattr("peagle.fit.check_fit", lambda *_: ())
+    lab.monkeypatch.setattr("peagle.loading.fit.check_fit", lambda *_: ())
     for name in ("one", "two"):
         (lab.root / name).mkdir()
     drafters = f"--drafter {lab.root / 'one'},{lab.root / 'two'} --drafter-window 128,off"
@@ -320,8 +320,8 @@ def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(lab: Lab) -> N
             return pair
         raise InputError("its weights are damaged")
 
-    lab.monkeypatch.setattr("peagle.fit.check_fit", lambda *_: ())
-    lab.monkeypatch.setattr("peagle.loading.with_drafter", with_drafter)
+    lab.monkeypatch.setattr("peagle.loading.fit.check_fit", lambda *_: ())
+    lab.monkeypatch.setattr("peagle.loading.load.with_drafter", with_drafter)
     (lab.root / "bad").mkdir()
     drafters = f"--drafter ngram,{lab.root / 'bad'}"
     lab.sweep(drafters, code=2)

@@ -9,8 +9,8 @@ import pytest
 
 import peagle.cli.training
 from drafter.train.row_batches import RowBatches
+from peagle.base.errors import InputError
 from peagle.cli import main
-from peagle.ops.errors import InputError
 from tests.support.commands import words
 from tests.support.pairs import Directories
 from tests.support.trainers import keep_programs

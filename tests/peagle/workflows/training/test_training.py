@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import peagle.loading
+import peagle.loading.load
 from drafter.config import DrafterConfig
 from drafter.load import load_drafter, save_drafter
 from drafter.params import DrafterParams
@@ -23,13 +23,13 @@ from drafter.train.row_batches import RowBatches
 from drafter.train.shards import Document, open_folder, read_shards, write_shard
 from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
-from peagle.checkpoints import drafter_folder
+from peagle.answers.result import decode
+from peagle.base.errors import InputWarning
 from peagle.config import SamplingParams
 from peagle.engine.auto.speculation import speculation_file
 from peagle.engine.request import Request
-from peagle.ops.errors import InputWarning
+from peagle.loading.checkpoints import drafter_folder
 from peagle.pair import Pair
-from peagle.result import decode
 from peagle.workflows.new_drafter import init_params_of
 from target.load import load_target
 from tests.peagle.workflows.training.conftest import PROMPTS, SMALL, Lab, train, write_prompts
@@ -119,7 +119,7 @@ def test_from_data_to_a_drafter_that_runs(
     assert b"Loss" in curve
     assert (lab.out / "drafter" / "curve.svg").read_bytes() == curve
     assert "](curve.svg)" in card_of(lab.out)
-    pair = peagle.loading.load(lab.target, lab.out / "drafter")
+    pair = peagle.loading.load.load(lab.target, lab.out / "drafter")
     assert pair.loaded.drafter_window == "off, by default: no file names one"
     expect_plain_decodings_tokens(pair, lab.data)
     lab.train(evaluation)  # it has all of its steps
@@ -138,7 +138,7 @@ def test_what_was_learnt_by_heart_is_drafted_right(lab: Lab, kind: str) -> None:
     rows = f"--width {len(PROMPTS[0]) + num_tokens} --depth {k} --ratio 1 --rows 1 --aux-layer-ids 0,1,2 --layers 1"
     rates = "--steps 120 --optimizer muon --learning-rate 0.02 --other-rate 0.01 --decay 0.5"
     lab.run(0, f"train --target {lab.target} --data {data} --out {lab.out}", rows, rates, kind)
-    pair = peagle.loading.load(lab.target, lab.out / "drafter")
+    pair = peagle.loading.load.load(lab.target, lab.out / "drafter")
     engine = pair.engine(pair.engine_config(k, context=128))
     (result,) = decode(engine, [Request(tuple(PROMPTS[0]), num_tokens)], None)
     accepted = [step.num_accepted for step in result.steps]
@@ -152,7 +152,7 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(lab: Lab) -> None:
     params, config = drafter_of(lab.out)
     assert params.mask_hidden is None
     assert not config.parallel
-    pair = peagle.loading.load(lab.target, lab.out / "drafter")
+    pair = peagle.loading.load.load(lab.target, lab.out / "drafter")
     assert isinstance(pair.drafter, Eagle3)
     requests = [Request(tuple(ids), 24, index=index) for index, ids in enumerate(PROMPTS)]
     requests.append(Request(tuple(PROMPTS[0]), 12, SamplingParams(1.0, seed=5), index=len(PROMPTS)))
@@ -203,7 +203,7 @@ def test_a_dflash_drafter_is_trained_written_and_trained_again(lab: Lab) -> None
     assert json.loads((drafter / "speculation.json").read_text()) == {"drafter_window": 8}
     assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(drafter / "model.safetensors").keys()
     assert "# DFlash drafter" in card_of(lab.out)
-    pair = peagle.loading.load(lab.target, drafter)
+    pair = peagle.loading.load.load(lab.target, drafter)
     assert pair.loaded.drafter_window == "8 positions, by speculation.json"
     expect_plain_decodings_tokens(pair, lab.data)
     lab.train(learning, f"--init {drafter}", out=again)  # by the same program
@@ -672,7 +672,7 @@ def test_the_folder_of_a_training_is_its_drafter(lab: Lab, trained: Path) -> Non
     np.testing.assert_allclose(drafter_of(lab.out)[0].fc, drafter_of(trained)[0].fc, atol=1e-3)
     assert drafter_of(lab.out)[1] == drafter_of(trained)[1]
     with pytest.warns(InputWarning, match="is a folder of peagle train"):
-        assert peagle.loading.load(lab.target, trained).drafter is not None
+        assert peagle.loading.load.load(lab.target, trained).drafter is not None
     with pytest.warns(InputWarning, match="is a folder of peagle train"):  # as --write-widths finds its file
         assert speculation_file(drafter_folder(trained)) == trained / "drafter" / "speculation.json"
 

@@ -1,0 +1,1 @@
+"""What a request gets: text, tokens and counters, whole or as a stream."""

@@ -1,0 +1,1 @@
+"""Several devices and several processes: meshes, cut weights, rank 0 and the others."""
