@@ -61,7 +61,7 @@ class Grammar:
     kind: GrammarKind
     text: str
     strict: bool = True
-    left_out: tuple[str, ...] = field(default=(), compare=False)
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.text) > LONGEST_GRAMMAR:
@@ -137,7 +137,7 @@ class Grammar:
 def inlined(schema: Grammar) -> str:
     """Write a JSON schema as the right side of a rule in Lark's notation, for rules around it."""
     assert schema.kind == "json_schema"
-    return f"%json {dumps(prepare(json.loads(schema.text)))}"
+    return f"%json {dumps(prepare(json.loads(schema.text), lenient=bool(schema.left_out)))}"
 
 
 @functools.lru_cache(128)  # of all tools of a chat
@@ -228,7 +228,7 @@ class Vocabulary:
     def _translated(self, grammar: Grammar) -> dict[str, Any]:
         text, library = grammar.text, self._library
         if grammar.kind == "json_schema":
-            return {"json_schema": prepare(json.loads(text))}
+            return {"json_schema": prepare(json.loads(text), lenient=bool(grammar.left_out))}
         if grammar.kind == "choice":
             return {"lark_grammar": "start: " + " | ".join(map(dumps, json.loads(text)))}
         if grammar.kind == "regex":

@@ -4,13 +4,11 @@ So keywords that constrain nothing are taken out first. The rest is refused by i
 schema is not strict.
 """
 
-import bisect
 import decimal
 import functools
 import json
 import math
 import re
-import urllib.parse
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +38,7 @@ LONGEST_KEPT = 1000  # characters of a schema's JSON whose refusal is kept
 UNKNOWN = "Unimplemented keys"  # beginnings of llguidance's messages
 OVERLAP = "oneOf constraints are not supported"
 UNSATISFIABLE = "Unsatisfiable schema: "
-SEVERAL = "several of its branches may hold at once"  # of a oneOf
+LENIENT = {"lenient": True, "coerce_one_of": True}  # options of llguidance: a oneOf becomes an anyOf
 # llguidance's message about a regular expression: the expression, a mark below the wrong character, the problem
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+ *\nerror: (.*)")
 _NO_TARGET = re.compile(r"(?:Pointer|Anchor|Resource) '(?:json-schema:///)?(.*?)' (?:does not exist|is not present)")
@@ -50,33 +48,34 @@ class GrammarError(InputError):
     """A grammar cannot be compiled, or a request cannot follow it any further."""
 
 
-def prepare(schema: Any) -> dict[str, Any]:
-    """Rewrite a schema for llguidance: without what constrains nothing, without dead ends, with limited white space."""
-    schema = _without_dead_ends(_simplified(_with_definitions(schema)))
+def prepare(schema: Any, lenient: bool = False) -> dict[str, Any]:
+    """Rewrite a schema for llguidance: without what constrains nothing, without dead ends, with limited white space.
+
+    lenient: llguidance leaves out what it lacks (`enforceable`).
+    """
+    schema = _without_dead_ends(_simplified(schema))
     fields = schema if isinstance(schema, dict) else {"allOf": [schema]}
-    return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE, **(LENIENT if lenient else {})}}
 
 
 def enforceable(schema: Any, strict: bool) -> tuple[Any, list[str]]:
-    """Return (the schema without keywords that llguidance refuses, these with the reasons). Slow: for refused schemas.
+    """Return (the schema that llguidance takes if it is lenient, what is lost, with reasons). For refused schemas.
 
-    Values that are not valid count as such keywords, too, as clients send "required": null and "type": "any". Raises
-    GrammarError for a schema that no text satisfies, for a reference to nothing, and, if strict, for such a keyword.
+    Values that are not valid count as keywords that it lacks, too, as clients send "required": null and "type": "any".
+    Raises GrammarError for a schema that no text satisfies, for a reference to nothing, and, if strict, for such a
+    keyword.
     """
-    schema = _simplified(_with_definitions(schema))
+    schema = _simplified(schema)
     if _refusal(schema) is None:
         return schema, []
     faults = [*_faults(schema)]
     if strict and faults:
         raise GrammarError(f"the JSON schema cannot be used: {faults[0]}")
     schema, lost = _without(schema, {(fault.path, fault.keyword) for fault in faults}), [fault.lost for fault in faults]
-    if _overlaps(schema):
-        if strict:
-            raise GrammarError(f"the JSON schema cannot be used: {_overlap(schema)}")
-        schema = _without(schema, {*_one_ofs(schema)})
-        lost.append(f"oneOf ({SEVERAL})")
     if (reason := _refusal(schema)) is not None:
-        raise GrammarError(f"the JSON schema cannot be used: {_placed(schema, reason)}")
+        if strict or _refusal(schema, lenient=True) is not None:
+            raise GrammarError(f"the JSON schema cannot be used: {_placed(schema, reason)}")
+        lost.append(reason)  # of several keywords together, or in a part that only a reference names
     return schema, [*dict.fromkeys(lost)]
 
 
@@ -106,42 +105,6 @@ def _nodes(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
-
-
-def _at(schema: Any, pointer: str) -> Any:
-    """Return what a JSON Pointer in a schema names; None: nothing."""
-    for part in pointer.split("/")[1:]:
-        if isinstance(schema, list):
-            is_place = part.isdecimal() and len(part) <= len(str(len(schema))) and int(part) < len(schema)
-            schema = schema[int(part)] if is_place else None
-        else:
-            name = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, dict) else None
-    return schema
-
-
-def _with_definitions(schema: Any) -> Any:
-    """Put what references name at places of no schema, such as #/components/a, into $defs, and refer to it there."""
-    if not isinstance(schema, dict):
-        return schema
-    defs = schema["$defs"] if isinstance(schema.get("$defs"), dict) else {}
-    places, named = {path for path, _ in _nodes(schema)}, list[str]()
-
-    def read(node: Any, _: str = "") -> Any:
-        if not isinstance(node, dict):
-            return node
-        node = map_schemas(node, read)
-        pointer = urllib.parse.unquote(node["$ref"]) if isinstance(node.get("$ref"), str) else ""
-        if pointer in places or pointer[:2] != "#/" or pointer in defs or not isinstance(_at(schema, pointer), dict):
-            return node
-        named.append(pointer)
-        return {**node, "$ref": f"#/$defs/{urllib.parse.quote(_escaped(pointer))}"}
-
-    whole, moved = read(schema), dict[str, Any]()
-    for pointer in named:  # which grows meanwhile
-        if pointer not in moved:
-            moved[pointer] = read(_at(schema, pointer))
-    return {**whole, "$defs": {**(whole["$defs"] if defs else {}), **moved}} if moved else schema
 
 
 # --- what constrains nothing ------------------------------------------------------------------------------------------
@@ -227,41 +190,24 @@ def _flat(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without(schema: Any, keywords: Collection[tuple[str, str]], path: str = "#") -> Any:
-    """Leave out keywords, (path of their schema, keyword). A oneOf becomes an anyOf."""
+    """Leave out keywords, (path of their schema, keyword)."""
     if not isinstance(schema, dict):
         return schema
     schema = map_schemas(schema, lambda inner, where: _without(inner, keywords, where), path)
-    left = {key: value for key, value in schema.items() if (path, key) not in keywords}
-    if (path, "oneOf") in keywords:
-        left["allOf"] = [*left.get("allOf", ()), {"anyOf": schema["oneOf"]}]
-    return left
-
-
-def _overlaps(schema: Any) -> bool:
-    """Whether llguidance refuses a oneOf. It takes one only if it sees that no text satisfies two of the branches."""
-    return (_refusal(schema) or "").startswith(OVERLAP)
-
-
-def _one_ofs(schema: Any) -> list[tuple[str, str]]:
-    """Return (path, "oneOf") of each oneOf. An anyOf says the same as those that llguidance takes."""
-    return [(path, "oneOf") for path, node in _nodes(schema) if "oneOf" in node]
-
-
-def _overlap(schema: Any) -> _Fault:
-    """Find the outermost oneOf that llguidance refuses."""
-    inner_first = _one_ofs(schema)[::-1]
-    number = bisect.bisect_left(
-        range(len(inner_first)), True, key=lambda count: not _overlaps(_without(schema, {*inner_first[: count + 1]}))
-    )
-    return _Fault(inner_first[number][0], "oneOf", SEVERAL, "use anyOf")
+    return {key: value for key, value in schema.items() if (path, key) not in keywords}
 
 
 def _placed(schema: Any, reason: str) -> str:
     """Add the place in the schema, if one is found, to llguidance's reason for refusing a schema."""
     missing, nodes = _NO_TARGET.match(reason), [*_nodes(schema)]
+    if reason.startswith(OVERLAP):
+        where = " or ".join([path for path, node in nodes if "oneOf" in node][:3])
+        return f"oneOf at {where} is not supported (several of its branches may hold at once); use anyOf"
     for path, node in nodes if missing else ():
         if isinstance(node.get("$ref"), str) and missing and node["$ref"].endswith(missing[1]):
             return f"$ref at {path} is {brief(node['$ref'])}; expected a part of this schema, such as '#/$defs/a'"
+    if reason.startswith(UNKNOWN):  # in a part that only a reference names
+        return f"{reason}; leave them out"
     reason = (
         reason.replace("json-schema:///", "")
         .removeprefix(UNSATISFIABLE)
@@ -271,8 +217,10 @@ def _placed(schema: Any, reason: str) -> str:
     return f"{reason}{f' at {places[-1]}' if places else ''}; expected a valid JSON Schema that some text satisfies"
 
 
-def _refusal(schema: Any) -> str | None:
+def _refusal(schema: Any, lenient: bool = False) -> str | None:
     """Return why llguidance refuses a schema; None if it does not."""
+    if lenient and isinstance(schema, dict):
+        schema = {**schema, "x-guidance": LENIENT}
     text = dumps(schema)
     return (_refusal_of if len(text) <= LONGEST_KEPT else _refusal_of.__wrapped__)(text)
 

@@ -94,8 +94,8 @@ LACKING: list[tuple[Any, str, str, str]] = [
     ({"type": "array", "items": {"type": "any", "maxItems": 1}}, "type at #/items", "[1]", "1"),
     ({**TEXT, "minLength": 1.5}, "minLength at #", '""', "1"),
     (an_object(a=EITHER), "oneOf at #/properties/a", '{"a":1}', '{"a":"1"}'),
-    ({"oneOf": [EITHER, TEXT]}, "oneOf at #/oneOf/0", "1", "null"),
-    ({"oneOf": [{"anyOf": [EITHER]}, {"type": "number"}]}, "oneOf at #", "1", "null"),
+    ({"oneOf": [EITHER, TEXT]}, "oneOf at # or #/oneOf/0", "1", "null"),
+    ({"oneOf": [{"anyOf": [EITHER]}, {"type": "number"}]}, "oneOf at # or #/oneOf/0/anyOf/0", "1", "null"),
     ({"allOf": [{"if": TEXT, "then": {"const": "a"}}], "type": "string"}, "if at #/allOf/0", '"b"', "1"),
     # a keyword that goes by the one that is left out would forbid what that one allows
     ({"type": "object", **AHEAD_NAMES, "additionalProperties": False}, "patternProperties at #", '{"a":1}', "1"),
@@ -104,10 +104,9 @@ LACKING: list[tuple[Any, str, str, str]] = [
     ({"type": "array", "prefixItems": {}, "items": False}, "prefixItems at #", "[1]", "1"),
     # parts at places of no schema, to which a reference leads
     ({"components": {"a/b": UNIQUE}, "items": {"$ref": "#/components/a~1b"}, "type": "array"},
-     "uniqueItems at #/$defs/#~1components~1a~01b", "[[1,1]]", "[1]"),
+     'Unimplemented keys: ["uniqueItems"]', "[[1,1]]", "[1]"),
     ({"x y": [True, {"items": {"$ref": "#/z"}}], "z": UNIQUE, "items": {"$ref": "#/x%20y/1"}, "type": "array"},
-     "uniqueItems at #/$defs/#~1z", "[[[1,1]]]", "[[1]]"),
-    ({"$defs": 1, "z": UNIQUE, "$ref": "#/z"}, "uniqueItems at #/$defs/#~1z", "[1,1]", "1"),
+     'Unimplemented keys: ["uniqueItems"]', "[[[1,1]]]", "[[1]]"),
 ]  # fmt: skip
 
 
@@ -118,8 +117,8 @@ def test_a_keyword_that_cannot_be_enforced_is_named_with_its_path_or_left_out(
     with pytest.raises(GrammarError) as refused:
         single_bytes.compile(Grammar.json_schema(schema))
     message = str(refused.value)
-    assert message.startswith(f"the JSON schema cannot be used: {place} is not supported")
-    assert message.endswith(("; leave it out", "; use anyOf"))
+    assert message.startswith(f"the JSON schema cannot be used: {place}")
+    assert message.endswith(("; leave it out", "; leave them out", "; use anyOf"))
     loose = Grammar.json_schema(schema, strict=False)
     assert allows(single_bytes, loose, follows)
     assert not allows(single_bytes, loose, does_not)
@@ -155,20 +154,9 @@ def test_a_whole_schema_is_tried_few_times_however_many_one_ofs_it_has(
 
     after = json_schema._after
     monkeypatch.setattr(json_schema, "_after", counting)
-    with pytest.raises(GrammarError, match="oneOf at #/properties/p0 is not") if strict else contextlib.nullcontext():
-        schema, _ = json_schema.enforceable(an_object(**properties), strict)
-        assert schema["properties"]["p7"] == {"allOf": [{"anyOf": EITHER["oneOf"]}]}
-    assert 2 < sum(size > 5_000 for size in sizes) < 15
-
-
-def test_parts_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Any] = []
-    after = json_schema._after
-    monkeypatch.setattr(json_schema, "_after", lambda text, schema: tried.append(schema) or after(text, schema))
-    pattern = {"type": "string", "pattern": "^(?!alike)"}
-    json_schema.enforceable({"anyOf": [pattern] * 200}, strict=False)
-    assert tried.count(pattern) == 1
-    assert len(tried) < 20
+    with pytest.raises(GrammarError, match="oneOf at #/properties/p0 or") if strict else contextlib.nullcontext():
+        json_schema.enforceable(an_object(**properties), strict)
+    assert 1 < sum(size > 5_000 for size in sizes) < 6
 
 
 @pytest.mark.parametrize(
