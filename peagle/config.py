@@ -62,7 +62,7 @@ def read_bias(typed: str) -> tuple[int, float]:
 class Drafts:
     """K, parsed: the most tokens that a step drafts, and whether steps choose how many (peagle.engine.auto)."""
 
-    most: int
+    num_drafts: int
     adaptive: bool = False
 
     @classmethod

@@ -193,7 +193,7 @@ class Pair:
         """
         values = {**vars(config), **options}
         drafts = self.drafts(values["num_speculative_tokens"])
-        k, adaptive = drafts.most, values.pop("adaptive", drafts.adaptive)
+        k, adaptive = drafts.num_drafts, values.pop("adaptive", drafts.adaptive)
         context, chunk, prefix_cache = values["context"], values["prefill_chunk"], values["prefix_cache"]
         if context is None:
             context = self.default_context(k, values["slots"], values["kv_memory"])

@@ -376,7 +376,7 @@ def submit(
     engine: AnyEngine, requests: Sequence[Request], tokenizer: Tokenizer | None, by_token: bool = False
 ) -> dict[Handle, Assembler]:
     """Add the requests to an engine, each with an Assembler; none if one cannot be run."""
-    now, k = time.perf_counter(), engine.config.num_speculative_tokens
+    now, k = time.perf_counter(), engine.config.num_drafts
     assemblers = [Assembler(request, request.limit_drafts(k), tokenizer, now, by_token) for request in requests]
     return dict(zip(engine.add_all(requests), assemblers, strict=True))
 

@@ -22,7 +22,7 @@ class Stream(Iterator[str]):
 
     def __init__(self, tokenizer: Tokenizer | None, engine: AnyEngine, request: Request) -> None:
         self._tokenizer, self._engine = tokenizer, engine
-        self._assembler = Assembler(request, engine.config.num_speculative_tokens, tokenizer, time.perf_counter())
+        self._assembler = Assembler(request, engine.config.num_drafts, tokenizer, time.perf_counter())
         self._handle: Handle | None = None
         self._closed = False
         self._pieces = self._run(request)

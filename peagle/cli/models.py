@@ -55,7 +55,7 @@ def chosen_context(pair: Pair, engine: EngineConfig) -> int:
     """Return the context of a request: as typed, or the model's limit, or less if the memory holds less."""
     if engine.context is not None:
         return pair.room(engine.context)
-    k = pair.drafts(engine.num_speculative_tokens).most
+    k = pair.drafts(engine.num_speculative_tokens).num_drafts
     return pair.default_context(k, engine.slots, engine.kv_memory)
 
 

@@ -377,7 +377,7 @@ def _check_models(plan: Plan) -> None:
 
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
     for path in paths:
-        ks = [most for k in plan.ks if (most := Drafts.parse(k).most)]
+        ks = [most for k in plan.ks if (most := Drafts.parse(k).num_drafts)]
         check_fit(resolve(plan.target, "target"), path, None, ks)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)

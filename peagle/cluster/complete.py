@@ -23,7 +23,7 @@ def completed(config: FleetConfig) -> FleetConfig:
     pair = pair_without_weights(config)
     chosen_window(drafter_directory, load.drafter_window)  # raises for a window that the drafter cannot have
     if drafter_directory is not None:
-        most = Drafts.parse(k).most
+        most = Drafts.parse(k).num_drafts
         check_fit(target_directory, drafter_directory, load.aux_layer_ids, [most] if most else [])
     engine = dataclasses.replace(
         engine,

@@ -21,7 +21,7 @@ from typing import Literal
 from peagle.answers.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.base.errors import InputError
 from peagle.base.sizes import PrefixCacheSize
-from peagle.config import Drafts, EngineConfig, SamplingParams
+from peagle.config import EngineConfig, NumDrafts, SamplingParams
 from peagle.engine.auto.costs import CostTable
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.handle import Handle
@@ -34,7 +34,7 @@ from peagle.measure.profile import Breakdown, profile
 from peagle.pair import DEFAULT_SAMPLING, Pair, RequestOptions
 from peagle.text.prompts import Conversation, Rendering
 
-PLAIN = Drafts(0)
+PLAIN = 0  # K of the baseline
 MOST_ROUNDS = 10  # even, so that each way comes first as often
 
 
@@ -167,8 +167,8 @@ class _Session:
         self, pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer
     ) -> None:
         self.pair, self.conversations, self.config, self.observer = pair, conversations, config, observer
-        self.drafts = pair.drafts(config.engine.num_speculative_tokens)
-        self.compares = config.baseline and self.drafts.most > 0
+        self.k = config.engine.num_speculative_tokens
+        self.compares = config.baseline and pair.drafts(self.k).num_drafts > 0
         replicas = 1 + len(pair.replicas)
         self.slots = min(config.engine.slots, -(-len(conversations) // replicas) * replicas)
         counts = [conversation.num_requests for conversation in conversations]
@@ -190,7 +190,7 @@ class _Session:
         try:
             for number, requests in enumerate(self._groups()):
                 self._decode_group(number, requests)
-            used = self._engine(self.drafts).prefix_cache_use
+            used = self._engine(self.k).prefix_cache_use
             if self.total == 1:
                 for outcome in self.outcomes.values():
                     self._compare_again(outcome)
@@ -201,7 +201,7 @@ class _Session:
                     profile_failed = str(error).partition("\n")[0]
         except KeyboardInterrupt:
             interrupted = True
-        engine = self._engine(self.drafts)
+        engine = self._engine(self.k)
         return Run(
             outcomes=[self.outcomes[index] for index in sorted(self.outcomes)],
             capacity=self.capacity,
@@ -221,7 +221,7 @@ class _Session:
     def _profile(self, directory: Path) -> Breakdown:
         self.observer.stage("profiling", 0, 0)
         requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
-        return profile(self._engine(self.drafts), requests, directory)
+        return profile(self._engine(self.k), requests, directory)
 
     def _groups(self) -> Iterator[list[Request]]:
         """Yield the requests with which a group begins: requests that are decoded, then compared.
@@ -299,14 +299,13 @@ class _Session:
             context=config.engine.context,
         )
 
-    def _engine(self, drafts: Drafts) -> AnyEngine:
+    def _engine(self, k: NumDrafts) -> AnyEngine:
         config = self.config.engine
-        if not drafts.most:  # the baseline
+        if not self.pair.drafts(k).num_drafts:  # the baseline
             config = dataclasses.replace(config, synthetic_acceptance=None)
         resolved = self.pair.resolve(
             config,
-            num_speculative_tokens=drafts.most,
-            adaptive=drafts.adaptive,
+            num_speculative_tokens=k,
             slots=self.slots,
             context=self.capacity,
             prefix_cache=self.prefix_cache,
@@ -322,7 +321,7 @@ class _Session:
         plain_first = self.compares and self.slots == 1 and number % 2 == 1
         if plain_first:
             plain_results = self._decode_plainly(requests)
-        self._warm_up(self.drafts, requests)
+        self._warm_up(self.k, requests)
         if self.compares:
             self._engine(PLAIN)  # refused before an answer is shown, if memory lacks
         self.observer.stage("decoding", self.done, self.total)
@@ -335,9 +334,9 @@ class _Session:
                 self._check_tokens(outcome, outcome.rounds[0])
         self.done += len(decoded)
 
-    def _warm_up(self, drafts: Drafts, requests: Sequence[Request]) -> AnyEngine:
+    def _warm_up(self, k: NumDrafts, requests: Sequence[Request]) -> AnyEngine:
         """Compile what an engine needs for these requests, right before it decodes them."""
-        engine = self._engine(drafts)
+        engine = self._engine(k)
         self.observer.stage("compiling", 0, 0)
         before = engine.compile_s
         engine.warm_up(
@@ -355,7 +354,7 @@ class _Session:
 
         After an interruption, requests without a token have no outcome.
         """
-        engine = self._engine(self.drafts)
+        engine = self._engine(self.k)
         assemblers: dict[Handle, Assembler] = {}
 
         def start(starting: list[Request]) -> None:
@@ -427,9 +426,9 @@ class _Session:
 
     def _decode_both_ways(self, request: Request, plain_first: bool) -> Round:
         results = {}
-        for drafts in (PLAIN, self.drafts) if plain_first else (self.drafts, PLAIN):
-            (results[drafts],) = decode(self._engine(drafts), [request], self.pair.tokenizer)
-        return Round(results[self.drafts], results[PLAIN], plain_first)
+        for k in (PLAIN, self.k) if plain_first else (self.k, PLAIN):
+            (results[k],) = decode(self._engine(k), [request], self.pair.tokenizer)
+        return Round(results[self.k], results[PLAIN], plain_first)
 
     def _check_tokens(self, outcome: Outcome, compared: Round) -> None:
         """Store the first difference between the tokens of a round, with its margin, unless a round before had one."""

@@ -180,7 +180,7 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
 def k_order(k: K) -> tuple[bool, int]:
     """Return a key that sorts numbers first, then auto:N by N, then auto."""
     drafts = Drafts.parse(k, default=MAX_NUM_DRAFTS + 1)
-    return drafts.adaptive, drafts.most
+    return drafts.adaptive, drafts.num_drafts
 
 
 def parse_ks(text: str) -> tuple[K, ...]:

@@ -240,7 +240,8 @@ class SweepRun:
         They are the plan's largest fixed K, else those of `auto`.
         """
         pair = self._pair(variant)
-        num_drafts = max((k for k in self.plan.ks if isinstance(k, int)), default=0) or pair.drafts(variant.k).most
+        largest = max((k for k in self.plan.ks if isinstance(k, int)), default=0)
+        num_drafts = largest or pair.drafts(variant.k).num_drafts
         window = getattr(pair.drafter, "window", None)
         num_drafts = num_drafts if window is None else min(num_drafts, window - 1)
         return pair.engine(pair.engine_config(num_drafts, context=self.capacity, adaptive=True)), num_drafts
