@@ -11,7 +11,7 @@ from peagle.engine.grammar import CompiledGrammar
 
 MOST_STOP_TOKENS = 16  # of each slot
 LARGEST_INDEX = 2**31 - 1
-FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_off"]
+FinishReason = Literal["stop", "length", "aborted", "error", "handed_off"]
 
 
 def fold_seed(seed: int) -> int:

@@ -1,7 +1,6 @@
 """The config of an engine, every value decided."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -26,9 +25,6 @@ class ResolvedConfig(EngineConfig):
                          at warm-up (peagle.engine.auto)
     counts               the acceptance that adaptive steps start from
     k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
-    mask_budget_s        processor time of a request's masks in a step. A request whose masks take longer stops
-                         drafting. After most_slow_masks such steps in a row it fails, because every other request
-                         waits for it
     role                 "prefill" computes prompts and their first tokens, and hands the requests over; "decode"
                          takes them (peagle.engine.host.handoff)
     """
@@ -41,30 +37,23 @@ class ResolvedConfig(EngineConfig):
     adaptive: bool = False
     counts: Counts | None = None
     k_per_request: bool = False
-    mask_budget_s: float = 0.05
-    most_slow_masks: int = 8
     role: Role = "both"
 
     @property
     def num_drafts(self) -> int:
-        """K: what the engine calls num_speculative_tokens."""
+        """K: num_speculative_tokens by the name that everything inside has for it."""
         return self.num_speculative_tokens
 
     def _check_together(self) -> None:
         if self.context < 2:
             message = f"context is {self.context} positions; expected room for a prompt token and an output token"
             raise InputError(message, "context")
-        if self.adaptive and self.num_speculative_tokens < 1:
+        if self.adaptive and self.num_drafts < 1:
             raise InputError(
                 "K is 0 in adaptive drafting; expected 1 or more, the most tokens to draft in a step",
                 "num_speculative_tokens",
             )
-        if not 0 < self.mask_budget_s < math.inf or self.most_slow_masks < 1:
-            raise InputError(
-                f"the budget of masks is {self.mask_budget_s:g} s in {self.most_slow_masks} steps; expected more than "
-                "0 s, and 1 step or more"
-            )
-        check_rates(self.synthetic_acceptance, self.num_speculative_tokens)
+        check_rates(self.synthetic_acceptance, self.num_drafts)
         if self.role == "decode" and self.prefix_cache:
             raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
 
@@ -90,7 +79,7 @@ class ResolvedConfig(EngineConfig):
                 f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
                 f"expected a sum of at most {self.context}, the context: shorten one of them or raise the context"
             )
-        k, most = request.num_speculative_tokens, self.num_speculative_tokens
+        k, most = request.num_speculative_tokens, self.num_drafts
         if k is not None and k > most:
             raise InputError(f"K is {k} for {request.name}; expected at most {most}, the engine's")
         if k is not None and not self.k_per_request:

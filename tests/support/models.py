@@ -23,7 +23,7 @@ from target.load import load_target, save_target
 from target.model import GptOss
 from tests.support.drafters import random_params as random_drafter
 from tests.support.toys import CONFIG as TARGET
-from tests.support.toys import WINDOW, drafter_config, tiny_target
+from tests.support.toys import WINDOW, drafter_config, follow, tiny_target
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 FAST = "native float32" if native.available() else "float32"
@@ -74,7 +74,7 @@ def engine_of(pair: Models, k: int = 3, context: int = 256, **options: object) -
 
 def ask(engine: Engine, prompt: Sequence[int], new: int = 24, **options: object) -> tuple[Answer, int]:
     """Return ((tokens, steps, log-probabilities), tokens of the prompt that were not computed)."""
-    chunks = list(engine.follow(engine.add(Request(tuple(prompt), new, **options))))  # type: ignore[arg-type]
+    chunks = list(follow(engine, engine.add(Request(tuple(prompt), new, **options))))  # type: ignore[arg-type]
     return answer_of(chunks), chunks[0].num_cached_tokens
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -234,6 +234,14 @@ def check_whole(engine: Engine) -> None:
     if not engine.busy:
         for number, count in enumerate(engine.memory.num_pages):
             assert engine.memory.pool.num_available(number) == count
+
+
+def follow(engine: AnyEngine, handle: Handle) -> Iterator[TokenChunk]:
+    """Yield the chunks of a request until it ends; raise its error, if it has one."""
+    for _, chunk in engine.run([handle]):
+        yield chunk
+    if handle.error is not None and handle.has_reader:
+        raise handle.error
 
 
 def stepped(engine: AnyEngine, handles: Iterable[Handle]) -> list[tuple[Handle, TokenChunk]]:

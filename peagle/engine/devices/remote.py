@@ -20,8 +20,8 @@ import numpy as np
 
 from peagle.base.errors import InputError
 from peagle.engine.host.executor import Executor
-from peagle.engine.host.programs import ProgramShape
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.step.state import SlotParams
 from peagle.engine.step.step_kinds import StepKind
 from peagle.protocols import Drafter, Target
@@ -55,14 +55,14 @@ class Coordinator:
             return call()
 
     def executor(
-        self, target: Target, drafter: Drafter | None, shape: ProgramShape, lookup: Drafter | None = None
+        self, target: Target, drafter: Drafter | None, config: ResolvedConfig, lookup: Drafter | None = None
     ) -> "CoordinatorExecutor":
         """Make the executor of an engine, here and in the workers."""
         number, self._executors = self._executors, self._executors + 1
         drafts = {"drafts": drafter is not None, "lookup": lookup is not None}
-        message = {"executor": number, **drafts, "shape": _sent(asdict(shape))}
+        message = {"executor": number, **drafts, "config": _sent(asdict(config))}
         executor: CoordinatorExecutor = self.together(
-            message, lambda: CoordinatorExecutor(self, number, target, drafter, shape, lookup)
+            message, lambda: CoordinatorExecutor(self, number, target, drafter, config, lookup)
         )
         return executor
 
@@ -70,8 +70,8 @@ class Coordinator:
 class CoordinatorExecutor(Executor):
     """The executor in process 0. Sends each of VERBS before it calls it."""
 
-    def __init__(self, coordinator: Coordinator, number: int, *models_and_shape: Any) -> None:
-        super().__init__(*models_and_shape)
+    def __init__(self, coordinator: Coordinator, number: int, *models_and_config: Any) -> None:
+        super().__init__(*models_and_config)
         self._coordinator, self._number = coordinator, number
 
     def sent(self, name: str, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -111,9 +111,9 @@ class Worker:
         """Execute a message of `Coordinator` or `CoordinatorExecutor`."""
         if "executor" in message:
             target, drafter = self._models(message["drafts"])
-            shape = ProgramShape(**_received(message["shape"], target.vocab_size))
+            config = ResolvedConfig(**_received(message["config"], target.vocab_size))
             lookup = self._lookup if message["lookup"] else None
-            self.executors[message["executor"]] = Executor(target, drafter, shape, lookup)
+            self.executors[message["executor"]] = Executor(target, drafter, config, lookup)
             return
         executor = self.executors[message["of"]]
         values, options = (_received(message[part], executor.target.vocab_size) for part in ("values", "options"))

@@ -29,6 +29,7 @@ from peagle.engine.host.handle import Handle
 from peagle.engine.host.handoff import HandOff
 from peagle.engine.host.loop import EngineBase
 from peagle.engine.host.timing import LoopTimes
+from peagle.engine.host.warmup import Needs
 from peagle.engine.memory.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
@@ -58,8 +59,8 @@ class Replicas(EngineBase):
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
         self.one.check(request, hand_off)
 
-    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        handle = self.one.admission.handle(request, timeout_s, hand_off)
+    def add(self, request: Request, hand_off: HandOff | None = None) -> Handle:
+        handle = self.one.admission.handle(request, hand_off)
         with self._entry, self._lock:
             for engine in self.engines:
                 engine.raise_failure()
@@ -74,39 +75,22 @@ class Replicas(EngineBase):
         for engine in self.engines:
             engine.settle()
 
-    def warm_up(
-        self,
-        sampled: bool = False,
-        measuring: Measuring = lambda *_: None,
-        full_logits: bool = False,
-        constrained: bool = False,
-        alone: bool = False,  # noqa: ARG002  # replicas have a slot each
-    ) -> None:
-        """See `Engine.warm_up`. Engines compile at once, in as many threads as there are processors.
+    def prepare(self, needs: Needs, measuring: Measuring | None) -> None:
+        """Let the engines compile at once, in as many threads as there are processors.
 
         Then one engine measures costs for all, while none compiles. Raises the first failure as soon as the running
         compilations have ended.
         """
-        with self._entry:
-            with self._lock:
-                self._finish_aborted()
-                if self.busy:
-                    return
-            with concurrent.futures.ThreadPoolExecutor(min(len(self.engines), os.cpu_count() or 1)) as threads:
-                begun = [
-                    threads.submit(
-                        engine.warm_up, sampled, full_logits=full_logits, constrained=constrained, measures=False
-                    )
-                    for engine in self.engines
-                ]
-                try:
-                    for future in concurrent.futures.as_completed(begun):
-                        future.result()
-                finally:
-                    threads.shutdown(cancel_futures=True)
-            self.one.warm_up(sampled, measuring, full_logits, constrained)
-            for engine in self.engines:
-                engine.costs = self.one.costs
+        with concurrent.futures.ThreadPoolExecutor(min(len(self.engines), os.cpu_count() or 1)) as threads:
+            begun = [threads.submit(engine.prepare, needs, None) for engine in self.engines]
+            try:
+                for future in concurrent.futures.as_completed(begun):
+                    future.result()
+            finally:
+                threads.shutdown(cancel_futures=True)
+        self.one.prepare(needs, measuring)
+        for engine in self.engines:
+            engine.costs = self.one.costs
 
     @property
     def compile_s(self) -> float:
@@ -151,7 +135,6 @@ class Replicas(EngineBase):
             for engine in self.engines:
                 engine.raise_failure()
             self._finish_aborted()
-            self._end_overdue()
             self._hand_out()
             for engine in self.engines:
                 if not engine.idle and engine not in self._sent:
@@ -201,13 +184,6 @@ class Replicas(EngineBase):
                 handle.finish("aborted")
             for engine in self.engines:  # does nothing in an engine without the request
                 engine.abort(handle)
-
-    def _end_overdue(self) -> None:
-        """End waiting requests past their deadline; engines end their own."""
-        now = time.perf_counter()
-        for handle in [h for h in self._waiting if h.deadline_s is not None and now >= h.deadline_s]:
-            self._waiting.remove(handle)
-            handle.finish("timeout")
 
 
 AnyEngine: TypeAlias = Engine | Replicas  # for callers of any thread

@@ -1,6 +1,5 @@
 """Check requests before any work, and make their handles."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,12 +40,11 @@ class Admission:
             if hand_off is not None:
                 self._matcher(request, hand_off)
 
-    def handle(self, request: Request, timeout_s: float | None, hand_off: HandOff | None) -> Handle:
+    def handle(self, request: Request, hand_off: HandOff | None) -> Handle:
         """Make the handle of a request. Raises InputError as `check` does."""
         self.check(request, hand_off)
-        deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
         matcher = self._matcher(request, hand_off)
-        handle = Handle(request, self._stops_of(request), deadline_s, length=len(request.prompt_ids), matcher=matcher)
+        handle = Handle(request, self._stops_of(request), length=len(request.prompt_ids), matcher=matcher)
         if hand_off is not None:
             handle.hand_off, handle.length = hand_off, hand_off.length
             handle.output_ids += hand_off.token_ids[len(request.prompt_ids) :]

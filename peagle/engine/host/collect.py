@@ -1,7 +1,8 @@
 """Read the results of dispatches: what they emitted for each request, and its chunk of tokens."""
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,64 +12,56 @@ from peagle.engine.host.constrained import renew
 from peagle.engine.host.executor import Executor, ModelName
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.in_flight import InFlight
-from peagle.engine.host.scheduler import Chunk
 from peagle.engine.request import Drafting, FinishReason, StepRecord, TokenChunk, TokenLogprobs
 from peagle.engine.step.sampling import LogProbs
 from peagle.engine.step.step_kinds import StepOutput
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Explains
 
-
-@dataclass(frozen=True)
-class Emitted:
-    """What a dispatch emitted for a request. not_finite: the model whose next logits are not finite."""
-
-    handle: Handle
-    token_ids: tuple[int, ...]
-    steps: tuple[StepRecord, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    not_finite: ModelName | None = None
+# a chunk of what a dispatch emitted for a request, and the model whose next logits are not finite
+Emitted: TypeAlias = tuple[Handle, TokenChunk, ModelName | None]
 
 
-def read(sent: InFlight, values: np.ndarray) -> list[Emitted]:
+def read(sent: InFlight, values: np.ndarray, now: float) -> list[Emitted]:
     """Read the result of a dispatch. Requests that have ended since it was sent get nothing."""
-    if isinstance(sent.action, Chunk):
-        return _read_first(values, sent.requests)
-    return _read_steps(StepOutput.unpack(values, sent.num_drafts), sent.requests)
+    if sent.batch is None:
+        return _read_first(values, sent.requests, now)
+    return _read_steps(StepOutput.unpack(values, sent.batch.kind.num_drafts), sent.requests, now)
 
 
-def _read_first(values: np.ndarray, requests: Sequence[Handle | None]) -> list[Emitted]:
+def _read_first(values: np.ndarray, requests: Sequence[Handle | None], now: float) -> list[Emitted]:
     """Read first tokens. A resumed request has emitted its first token before."""
-    read = []
+    read: list[Emitted] = []
     for row, handle in enumerate(requests):
         if handle is None or handle.output_ids or handle.finished is not None:
             continue
         token = int(values[row, 0])
         if token == NO_TOKEN:
-            read.append(Emitted(handle, (), not_finite="target"))
+            read.append((handle, TokenChunk(handle.request, (), now), "target"))
             continue
-        logprobs = _logprobs(LogProbs.unpack(values[row][None, 1:]), (token,), handle.request.logprobs)
-        read.append(Emitted(handle, (token,), logprobs=tuple(logprobs)))
+        logprobs = tuple(_logprobs(LogProbs.unpack(values[row][None, 1:]), (token,), handle.request.logprobs))
+        cached, queued_s = handle.num_cached_tokens, handle.queued_s
+        read.append((handle, TokenChunk(handle.request, (token,), now, (), None, logprobs, cached, queued_s), None))
     return read
 
 
-def _read_steps(output: StepOutput, requests: Sequence[Handle | None]) -> list[Emitted]:
+def _read_steps(output: StepOutput, requests: Sequence[Handle | None], now: float) -> list[Emitted]:
     """Read steps; add up the length of each request, and what it and its drafter have read."""
-    read = []
+    read: list[Emitted] = []
     for row, handle in enumerate(requests):
         if handle is None or handle.finished is not None:
             continue
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         records: list[StepRecord] = []
-        not_finite: ModelName | None = None
+        broken: ModelName | None = None
         for index in np.flatnonzero(output.num_accepted[:, row] >= 0).tolist():
             accepted, verified = int(output.num_accepted[index, row]), int(output.num_verified[index, row])
             tokens = output.token_ids[index, row].tolist()
             drafts = tuple(output.draft_token_ids[index, row, :verified].tolist())
             emitted = tokens[: int(output.count[index, row])]
             if NO_TOKEN in emitted or NO_TOKEN in drafts:
-                not_finite = "target" if NO_TOKEN in emitted else "drafter"
+                broken = "target" if NO_TOKEN in emitted else "drafter"
                 token_ids += tokens[:accepted]
                 break
             drafted, source = int(output.num_drafted[index, row]), int(output.source[index, row])
@@ -80,20 +73,18 @@ def _read_steps(output: StepOutput, requests: Sequence[Handle | None]) -> list[E
                 handle.drafter_rows = handle.length + 1
             handle.length += accepted + 1
             handle.drafting = Drafting(min(handle.drafting, int(output.drafting[index, row])))
-        if records or not_finite is not None:
-            read.append(Emitted(handle, tuple(token_ids), tuple(records), tuple(logprobs), not_finite))
+        if records or broken is not None:
+            parts = tuple(token_ids), now, tuple(records), None, tuple(logprobs)
+            read.append((handle, TokenChunk(handle.request, *parts), broken))
     return read
 
 
-def append(emitted: Emitted, now: float, hands_over: bool, executor: Executor) -> tuple[TokenChunk, InputError | None]:
-    """Append tokens to their request; return their chunk, and the error if the request has failed.
+def append(handle: Handle, chunk: TokenChunk, hands_over: bool) -> tuple[TokenChunk, InputError | None]:
+    """Append a chunk's tokens to their request; return the chunk, and the error if the request has failed.
 
     The chunk has a finish_reason after a stop token, at the budget, and if the engine hands requests over.
     """
-    handle, token_ids = emitted.handle, emitted.token_ids
-    if emitted.not_finite is not None:
-        error = _not_finite(handle, token_ids, emitted.not_finite, executor)
-        return TokenChunk(handle.request, token_ids, now, emitted.steps, "error", error=str(error)), error
+    token_ids = chunk.token_ids
     handle.output_ids += token_ids
     # rows after a stop token do not count
     handle.length = min(handle.length, len(handle.request.prompt_ids) + len(handle.output_ids) - 1)
@@ -109,12 +100,12 @@ def append(emitted: Emitted, now: float, hands_over: bool, executor: Executor) -
             renew(handle, handle.output_ids[:-1])
         if reason == "stop" and (failure := handle.matcher.failure):
             failed, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
-    first = (0, None) if emitted.steps else (handle.num_cached_tokens, handle.queued_s)
-    message = None if failed is None else str(failed)
-    return TokenChunk(handle.request, token_ids, now, emitted.steps, reason, emitted.logprobs, *first, message), failed
+    if reason is None:
+        return chunk, None
+    return dataclasses.replace(chunk, finish_reason=reason, error=None if failed is None else str(failed)), failed
 
 
-def _not_finite(handle: Handle, token_ids: Sequence[int], name: ModelName, executor: Executor) -> InputError:
+def not_finite(handle: Handle, token_ids: Sequence[int], name: ModelName, executor: Executor) -> InputError:
     """Make the error of a request whose logits after these tokens are not finite.
 
     A diagnostic pass over the tokens names the model's first output that is not finite.

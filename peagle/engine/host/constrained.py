@@ -9,15 +9,18 @@ import numpy as np
 from peagle.engine.grammar import Matcher, Vocabulary
 from peagle.engine.host.handle import Handle
 from peagle.engine.request import Drafting
-from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.step.masks import all_allowed, fill, next_mask
+
+# A request whose masks take longer in a step, in processor time, stops drafting. After so many such steps in a row it
+# fails, because every other request waits for it
+MASK_BUDGET_S, MOST_SLOW_MASKS = 0.05, 8
 
 
 class Constrained:
-    """Fills in the masks of an engine's requests, within a time budget per request (ResolvedConfig.mask_budget_s)."""
+    """Fills in the masks of an engine's requests, within a time budget per request."""
 
-    def __init__(self, vocab_size: int, config: ResolvedConfig) -> None:
-        self._vocab_size, self._config = vocab_size, config
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._were_slow = False  # whether all masks together took too long in the last masked step
         self.cpu_s: Callable[[], float] = time.thread_time
         self.wall_s: Callable[[], float] = time.perf_counter
@@ -67,7 +70,7 @@ class Constrained:
         if len(matchers) > 1 and not self._were_slow:
             began = self.wall_s()
             counts = fill(masks, vocabulary, matchers)
-            self._were_slow = self.wall_s() - began > self._config.mask_budget_s
+            self._were_slow = self.wall_s() - began > MASK_BUDGET_S
         else:
             self._were_slow = False
             for row, (matcher, drafts) in matchers.items():
@@ -83,15 +86,14 @@ class Constrained:
     def _is_slow(self, handle: Handle | None, matcher: Matcher, num_drafts: int, seconds: float) -> bool:
         """Stop drafting for a request whose masks took too long, and count that; return whether they did."""
         assert handle is not None
-        budget_s = self._config.mask_budget_s
-        if seconds <= budget_s:
+        if seconds <= MASK_BUDGET_S:
             matcher.num_slow = 0
             return False
         handle.drafting = Drafting.NEVER
         matcher.num_slow += not num_drafts
-        if matcher.num_slow >= self._config.most_slow_masks:
+        if matcher.num_slow >= MOST_SLOW_MASKS:
             matcher.overdue = (
-                f"the masks of its {matcher.compiled.grammar.name} took more than {budget_s * 1e3:g} ms in "
+                f"the masks of its {matcher.compiled.grammar.name} took more than {MASK_BUDGET_S * 1e3:g} ms in "
                 f"{matcher.num_slow} steps in a row, the last time {seconds * 1e3:.0f} ms, and other requests wait for "
                 "them; expected a simpler one: fewer repetitions, or less nesting"
             )

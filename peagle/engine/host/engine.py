@@ -33,23 +33,21 @@ from peagle.engine.auto.measure import Measuring
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host import collect, handoff
 from peagle.engine.host.admission import Admission
-from peagle.engine.host.begin import admit, begin
-from peagle.engine.host.collect import Emitted
 from peagle.engine.host.constrained import Constrained
-from peagle.engine.host.executor import Executor
+from peagle.engine.host.executor import Executor, ModelName
 from peagle.engine.host.handle import EngineError, Handle
 from peagle.engine.host.handoff import Fingerprints, HandOff
 from peagle.engine.host.in_flight import InFlight
 from peagle.engine.host.loop import EngineBase
-from peagle.engine.host.programs import ProgramShape
 from peagle.engine.host.request_pages import RequestPages
 from peagle.engine.host.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.host.step_batches import StepBatch, StepBatches
 from peagle.engine.host.timing import LoopClock, LoopTimes
-from peagle.engine.host.warmup import WarmUp
-from peagle.engine.memory.kv_memory import KVMemory, PageUse, PrefixCacheUse
-from peagle.engine.request import Drafting, FinishReason, Request
+from peagle.engine.host.warmup import Needs, WarmUp
+from peagle.engine.memory.kv_memory import PageUse, PrefixCacheUse
+from peagle.engine.request import Drafting, FinishReason, Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
+from peagle.engine.step.state import SlotParams
 from peagle.protocols import Drafter, Target
 
 
@@ -67,7 +65,7 @@ class Engine(EngineBase):
         config: ResolvedConfig,
         stop_token_ids: Sequence[int] = (),
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
-        make_executor: Callable[[Target, Drafter | None, ProgramShape, Drafter | None], Executor] = Executor,
+        make_executor: Callable[[Target, Drafter | None, ResolvedConfig, Drafter | None], Executor] = Executor,
         lookup: Drafter | None = None,
     ) -> None:
         """Make an engine. `start` allocates its state and pages.
@@ -82,11 +80,10 @@ class Engine(EngineBase):
         super().__init__(config, stop_token_ids)
         self.target, self.drafter = target, drafter if config.num_drafts else None
         self.fingerprints = fingerprints
-        self.memory = KVMemory(target, self.drafter, config)
-        shape = ProgramShape.of(config, self.memory)
-        self.executor = make_executor(target, self.drafter, shape, lookup if config.adaptive else None)
-        self.batches, self.pages = StepBatches(config, self.memory), RequestPages(self.memory)
-        self.constrained = Constrained(target.vocab_size, config)
+        self.memory = RequestPages(target, self.drafter, config)
+        self.executor = make_executor(target, self.drafter, config, lookup if config.adaptive else None)
+        self.batches = StepBatches(config, self.memory)
+        self.constrained = Constrained(target.vocab_size)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
         check_hand_off = functools.partial(handoff.check, self.executor, self.memory, config.context, fingerprints)
@@ -144,12 +141,9 @@ class Engine(EngineBase):
                 raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
 
     def _schedule(self) -> Chunk[Handle] | Steps | None:
-        """End requests that are aborted or overdue, then choose the next dispatch."""
+        """End requests that are aborted, then choose the next dispatch."""
         self.start()
         self._finish_aborted()
-        now = time.perf_counter()
-        for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
-            self.finish(handle, "timeout")
         interrupt.check()
         return self._scheduler.next(self._clock.latest, self._begin)
 
@@ -172,24 +166,29 @@ class Engine(EngineBase):
             for handle in sent.requests:
                 if handle is not None:
                     handle.rows_in_flight -= sent.most_tokens
-            for emitted in collect.read(sent, values):
-                self._emit(emitted, now)
+            for emitted in collect.read(sent, values, now):
+                self._emit(*emitted)
         if self.idle:
             self._clock.stop()
 
-    def _emit(self, emitted: Emitted, now: float) -> None:
-        """Give a request its next chunk; after the last one, its slot and pages are free."""
-        handle = emitted.handle
-        chunk, error = collect.append(emitted, now, self.config.role == "prefill", self.executor)
+    def _emit(self, handle: Handle, chunk: TokenChunk, broken: ModelName | None) -> None:
+        """Give a request its next chunk; after the last one, its slot and pages are free.
+
+        broken: the model whose logits after the chunk are not finite.
+        """
+        if broken is not None:
+            error = collect.not_finite(handle, chunk.token_ids, broken, self.executor)
+            self._release(handle)
+            self.memory.pool.free_cached()  # on XLA a row that is not finite spoils earlier rows of its pass
+            handle.deliver(dataclasses.replace(chunk, finish_reason="error", logprobs=(), error=str(error)), error)
+            return
+        chunk, failed = collect.append(handle, chunk, self.config.role == "prefill")
         if chunk.finish_reason == "handed_off":
             handle.hand_off = self._pack(handle)
-        if emitted.not_finite is None:
-            self.pages.publish_output(handle, ends=chunk.finish_reason is not None)
+        self.memory.publish_output(handle, ends=chunk.finish_reason is not None)
         if chunk.finish_reason is not None:
             self._release(handle)
-        if emitted.not_finite is not None:
-            self.memory.pool.free_cached()  # on XLA a row that is not finite spoils earlier rows of its pass
-        handle.deliver(chunk, error)
+        handle.deliver(chunk, failed)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +199,19 @@ class Engine(EngineBase):
             handle.drafting = Drafting.ALWAYS if received and self._may_ever_draft(handle) else Drafting.NEVER
         elif handle.drafting is Drafting.LOOKUP_ONLY:
             handle.drafting = Drafting.ALWAYS  # the drafter reads all of its rows once more
-        return begin(handle, self.pages, self.executor, self.memory, self._scheduler.prefilling)
+        if not self.memory.begin(handle, self._scheduler.prefilling):
+            return None
+        assert handle.table is not None
+        num_tokens, known = len(handle.computed_ids), handle.table.num_cached_tokens
+        handle.rows_in_flight = 0
+        if handle.hand_off is not None:
+            handoff.put(self.executor, self.memory, handle.table, handle.hand_off)
+            handle.hand_off, handle.drafter_rows, known = None, num_tokens, num_tokens
+        if not (handle.output_ids or handle.num_preempted):
+            handle.queued_s = time.perf_counter() - handle.added_s
+            handle.num_cached_tokens = known
+            self.memory.pool.count_lookup(handle.table, num_tokens)
+        return known
 
     def _may_ever_draft(self, handle: Handle) -> bool:
         """Whether a request that begins now may draft at all.
@@ -219,15 +230,39 @@ class Engine(EngineBase):
         pieces = [piece for piece in pieces if piece.key.table is not None]  # a preempted request has no table
         if not pieces:
             return
-        with_drafter = any(self.pages.has_drafter_pages(piece.key) for piece in pieces)
+        with_drafter = any(self.memory.has_drafter_pages(piece.key) for piece in pieces)
         result = self.executor.prefill(self.batches.chunk_plan(pieces, action.shape), with_drafter)
         for piece in pieces:
-            self.pages.publish_prompt(piece.key, piece.begin + piece.count)
+            self.memory.publish_prompt(piece.key, piece.begin + piece.count)
         complete = [(row, piece.key) for row, piece in enumerate(pieces) if piece.last]
         if complete:
-            result = admit(self.executor, self.constrained, complete, self.decoding, action.shape[0])
+            result = self._admit(complete, action.shape[0])
         requests = tuple(handle for _, handle in complete)
-        self._in_flight.append(InFlight(action, result, requests, sent_s))
+        self._in_flight.append(InFlight(None, result, requests, sent_s))
+
+    def _admit(self, complete: Sequence[tuple[int, Handle]], size: int) -> jax.Array:
+        """Admit the requests of a chunk's rows to their slots; return their first tokens, packed.
+
+        size: most prompts of the chunk.
+        """
+        slots = {handle: slot for slot, handle in self.decoding}
+        params, known, lengths = [], np.full((size,), -1, np.int32), np.ones((size,), np.int32)
+        into = np.full((size,), self.config.slots, np.int32)
+        for row, (_, handle) in enumerate(complete):
+            handle.length, into[row] = len(handle.computed_ids), slots[handle]
+            lengths[row] = handle.length
+            masks = None if handle.output_ids else self.constrained.first(handle)
+            vocab_size = self.target.vocab_size
+            slot = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, handle.drafting, masks)
+            if handle.output_ids:
+                known[row] = handle.output_ids[-1]
+                slot = slot.continued(handle.output_ids)
+            params.append(slot)
+        first = self.executor.admit([row for row, _ in complete], into, lengths, known, params)
+        if self.executor.reads_tokens:
+            for _, handle in complete:
+                self.executor.read_tokens(slots[handle], handle.computed_ids)
+        return first
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -244,7 +279,7 @@ class Engine(EngineBase):
         else:
             costs = self.batches.costs(batch, len(plan), self.costs, self._scheduler.num_active)
             result = self.executor.steps(plan, costs, batch.count, batch.kind)
-        sent = InFlight(action, result, requests, sent_s, batch.kind.num_drafts, batch.count)
+        sent = InFlight(batch, result, requests, sent_s)
         for _, handle in batch.rows:
             handle.rows_in_flight += sent.most_tokens
         self._in_flight.append(sent)
@@ -282,11 +317,11 @@ class Engine(EngineBase):
 
         batch = choose(action.count)
         for count in (action.count, 1):
-            if self.pages.reserve_steps([handle for _, handle in batch.rows], count, batch.kind.num_drafts):
+            if self.memory.reserve_steps([handle for _, handle in batch.rows], count, batch.kind.num_drafts):
                 return dataclasses.replace(batch, count=count) if batch.rows else None
         for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
             if handle.table is not None:
-                self._reserve(handle, self.pages.length_after(handle, 1, batch.kind.num_drafts))
+                self._reserve(handle, self.memory.length_after(handle, 1, batch.kind.num_drafts))
         batch = choose(1)  # without the preempted requests
         return batch if batch.rows else None
 
@@ -301,9 +336,9 @@ class Engine(EngineBase):
 
         Preempts later requests if pages are short, and the request itself if it is the latest.
         """
-        while handle.table is not None and not self.pages.reserve(handle, num_tokens):
+        while handle.table is not None and not self.memory.reserve(handle, num_tokens):
             self._collect()  # first read what dispatches in flight emitted or ended
-            if handle.table is None or self.pages.reserve(handle, num_tokens):
+            if handle.table is None or self.memory.reserve(handle, num_tokens):
                 break
             holders = (other for other in self._alive if other.table is not None)
             self._preempt(max(holders, key=lambda other: other.number))
@@ -312,7 +347,7 @@ class Engine(EngineBase):
     def _preempt(self, handle: Handle) -> None:
         """Preempt a request after all its dispatches have been read: free its pages, queue it before all others."""
         self._scheduler.remove(handle)
-        self.pages.free(handle)
+        self.memory.free(handle)
         handle.num_preempted += 1
         self.num_preemptions += 1
         self._queue(handle, first=True)
@@ -322,8 +357,8 @@ class Engine(EngineBase):
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
         self.admission.check(request, hand_off)
 
-    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        handle = self.admission.handle(request, timeout_s, hand_off)
+    def add(self, request: Request, hand_off: HandOff | None = None) -> Handle:
+        handle = self.admission.handle(request, hand_off)
         self.enter(handle)
         return handle
 
@@ -338,32 +373,12 @@ class Engine(EngineBase):
         constrained = handle.matcher is not None
         self._scheduler.add(handle, len(handle.computed_ids), constrained=constrained, first=first)
 
-    def hand_over(self, handle: Handle) -> HandOff:
-        """End a decoding request; return what another engine needs to continue it. Its last chunks go to its inbox.
-
-        Only the thread that drives the loop may call it. Raises InputError for a request that does not decode.
-        """
-        with self._lock:
-            self.raise_failure()
-            self._collect()
-            slots = {handle: slot for slot, handle in self.decoding}
-            if handle not in slots:
-                raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
-            if self._has_all_rows(handle):
-                self.executor.absorb(self.batches.plan([(slots[handle], handle)], [0]))
-            handle.hand_off = self._pack(handle)
-            self.finish(handle, "handed_off")
-            return handle.hand_off
-
     def _pack(self, handle: Handle) -> HandOff:
-        """Make the hand-off of a request after all its dispatches have been read."""
+        """Make the hand-off of a request whose prompt has been computed."""
         assert handle.table is not None
-        tokens, with_drafter = tuple(handle.token_ids), self._has_all_rows(handle)
-        return handoff.pack(self.executor, self.memory, handle.table, tokens, self.fingerprints, with_drafter)
-
-    def _has_all_rows(self, handle: Handle) -> bool:
-        """Whether the drafter's pages and its input hold all rows of a request."""
-        return self.drafter is not None and handle.drafting is Drafting.ALWAYS
+        with_drafter = self.drafter is not None and handle.drafting is Drafting.ALWAYS
+        table, tokens = handle.table, tuple(handle.token_ids)
+        return handoff.pack(self.executor, self.memory, table, tokens, self.fingerprints, with_drafter)
 
     def finish(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
         """End a request: its slot and pages are free, and its last chunk, without tokens, is in its inbox."""
@@ -373,7 +388,7 @@ class Engine(EngineBase):
     def _release(self, handle: Handle) -> None:
         self._alive.discard(handle)
         self._scheduler.remove(handle)
-        self.pages.free(handle)
+        self.memory.free(handle)
 
     def _finish_aborted(self) -> None:
         while self._to_abort:
@@ -387,43 +402,23 @@ class Engine(EngineBase):
 
     # --- programs and memory ------------------------------------------------------------------------------------------
 
-    def warm_up(
-        self,
-        sampled: bool = False,
-        measuring: Measuring = lambda *_: None,
-        full_logits: bool = False,
-        constrained: bool = False,
-        alone: bool = False,
-        measures: bool = True,
-    ) -> None:
-        """Compile and run once every program that requests need, so that later times include no compilation.
-
-        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. alone: the
-        engine has one slot and no request waits for it, so programs of a crowd are left out. An adaptive engine then
-        measures step costs, once, and calls measuring(finished runs, all runs) before each run; measures=False: it
-        gets another engine's. Does nothing while the engine has a request: programs then compile at their first
-        dispatch.
-        """
-        needs = sampled, full_logits, constrained, alone
-        with self._entry, self._lock:
-            self._finish_aborted()
-            if self._alive:
-                return
-            measures = measures and self.config.adaptive and self.costs is None
+    def prepare(self, needs: Needs, measuring: Measuring | None) -> None:
+        with self._lock:
+            measures = measuring is not None and self.config.adaptive and self.costs is None
             if measures:
                 self.costs = self._warm_up.stored_costs()
-            compiled = self._compile(*needs)
-            if measures and self.costs is None:
+            compiled = self._compile(needs)
+            if measuring is not None and measures and self.costs is None:
                 self.costs = self._warm_up.measured_costs(measuring)
-                compiled |= self._compile(*needs)
+                compiled |= self._compile(needs)
             if compiled or measures:
                 self._clock.reset()
 
-    def _compile(self, *needs: bool) -> bool:
+    def _compile(self, needs: Needs) -> bool:
         """Compile the programs of a warm-up; return whether some were new."""
         started = time.perf_counter()
         self.start()
-        compiled = self._warm_up.compile(self.costs, *needs)
+        compiled = self._warm_up.compile(self.costs, needs)
         self.compile_s += time.perf_counter() - started if compiled else 0.0
         return compiled
 
@@ -477,7 +472,6 @@ class Engine(EngineBase):
 
     @property
     def busy(self) -> bool:
-        """Whether some request has not ended."""
         return bool(self._alive)
 
     @property

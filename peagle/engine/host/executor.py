@@ -1,4 +1,4 @@
-"""Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a masked step.
+"""Run the engine's verbs on the device: prefill, admit, steps, and the three parts of a masked step.
 
 The executor is the engine's only door to the device. It holds the state and the pages. Verbs take host values and
 return arrays for the host to read, so several processes can run the same verbs (peagle.engine.devices.remote).
@@ -20,7 +20,9 @@ import numpy as np
 from peagle.base import interrupt
 from peagle.engine.auto.state import AutoState, Counts
 from peagle.engine.host import programs
-from peagle.engine.host.programs import ProgramShape
+from peagle.engine.host.pass_plans import PlanLayout
+from peagle.engine.memory.kv_memory import Sizing
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.step.prefill import Prefilled
 from peagle.engine.step.propose import Proposed
 from peagle.engine.step.state import DecodeState, SlotParams
@@ -35,15 +37,17 @@ NO_PAGES = PagedCache((), ())
 
 
 class Executor:
-    """The programs of one target, drafter and shape, with their state.
+    """The programs of one target, drafter and config, with their state.
 
-    Executors of equal models and shapes share compiled programs. lookup: drafts in adaptive steps, too.
+    Executors of equal models and sizes share compiled programs. lookup: drafts in adaptive steps, too.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, shape: ProgramShape, lookup: Drafter | None = None
+        self, target: Target, drafter: Drafter | None, config: ResolvedConfig, lookup: Drafter | None = None
     ) -> None:
-        self.target, self.drafter, self.shape = target, drafter, shape
+        self.target, self.drafter, self.config = target, drafter, config
+        sizing = Sizing.of(target, drafter, config)
+        self._layout, self._num_pages = PlanLayout(sizing.table_widths, sizing.num_target_groups), sizing.num_pages
         self._num_sources = 1 if lookup is None else 2  # of drafts, in adaptive steps
         reader, self._reader_state = (drafter, "drafter_state") if lookup is None else (lookup, "lookup_state")
         self.reads_tokens = reader is not None and not reader.cache_groups  # a drafter without caches does
@@ -75,11 +79,18 @@ class Executor:
 
     @functools.cached_property
     def shapes(self) -> DecodeState:
-        shapes: DecodeState = jax.eval_shape(programs.init_program(self._tree, self.shape), self._models)
+        shapes: DecodeState = jax.eval_shape(self._init_program, self._models)
         return shapes
 
     def start(self) -> None:
-        self._state = programs.init_program(self._tree, self.shape)(self._models)
+        self._state = self._init_program(self._models)
+
+    @property
+    def _init_program(self) -> Any:
+        config, num_target = self.config, self._layout.num_target_groups
+        sizes = config.slots, config.context, config.num_drafts
+        pages = self._num_pages[:num_target], self._num_pages[num_target:]
+        return programs.init_program(self._tree, *sizes, *pages, config.adaptive, config.counts)
 
     def prefill(self, plan: np.ndarray, with_drafter: bool) -> jax.Array:
         """Compute a chunk (`chunk_plan`); return an array to wait for."""
@@ -128,7 +139,7 @@ class Executor:
 
     def read_tokens(self, slot: int, token_ids: Sequence[int]) -> None:
         """Let the drafter without caches read the tokens of a slot's request, the pending one excluded."""
-        padded = np.zeros((1, self.shape.context), np.int32)
+        padded = np.zeros((1, self.config.context), np.int32)
         padded[0, : len(token_ids)] = token_ids
         (models, tree), before = self._reader, getattr(self.state, self._reader_state)
         after = programs.read_tokens_program(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
@@ -174,25 +185,17 @@ class Executor:
     ) -> tuple[Any, list[Any]]:
         """Return (the program of a dispatch of steps, its operands)."""
         models, tree = (self._models, self._tree) if kind.num_drafts else (self._plain_models, self._plain_tree)
-        program = programs.steps_program(tree, kind, self.shape, self.launches_alone)
+        most = self.config.steps_per_dispatch
+        program = programs.steps_program(tree, kind, self._layout, most, self.launches_alone)
         unused: dict[str, Any] = dict.fromkeys(_unused_leaves(kind))
         return program, [models, dataclasses.replace(state, **unused), plan, costs, np.int32(count)]
 
     def prepared_prefill(self, state: DecodeState, plan: np.ndarray, with_drafter: bool) -> tuple[Any, list[Any]]:
         """Return (the program of a chunk, its operands)."""
-        drafter, shape = self.drafter, self.shape
-        absorbs = with_drafter and drafter is not None and bool(drafter.cache_groups)
+        absorbs = with_drafter and self.drafter is not None and bool(self.drafter.cache_groups)
         models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
         pages = state.target_cache.pages, state.drafter_state.pages if absorbs else ()
-        program = programs.prefill_program(tree, shape.num_target_groups, shape.table_widths)
-        return program, [models, pages, plan]
-
-    def absorb(self, plan: np.ndarray) -> None:
-        """Let the drafter absorb the input of a plan's slots, except each last row."""
-        models, tree = self._drafters
-        target_cache, adjustments = self.state.target_cache, self.state.adjustments
-        after = programs.absorb_program(tree, self.shape)(models, _without_target(self.state), plan)
-        self._state = dataclasses.replace(after, target_cache=target_cache, adjustments=adjustments)
+        return programs.prefill_program(tree, self._layout), [models, pages, plan]
 
     def masked_step(self, plan: np.ndarray, kind: StepKind, fill: FillMasks) -> jax.Array:
         """Dispatch one step in three programs; return its packed output [1, B, W].
@@ -205,10 +208,11 @@ class Executor:
 
     def propose(self, plan: np.ndarray, kind: StepKind) -> jax.Array:
         """Dispatch the first part of a masked step; return the drafts, whose copy to the host is started."""
-        (models, tree), state = self._drafters, _without_target(self.state)
-        program = programs.propose_program(tree, kind, self.shape)
+        (models, tree), state = self._drafters, self.state
+        small = dataclasses.replace(_split(state)[0], adjustments=None)
+        program = programs.propose_program(tree, kind, self._layout)
         (drafter_state, lookup_state), self._proposed = program(
-            models, (state.drafter_state, state.lookup_state), _without_drafter(state), plan
+            models, (state.drafter_state, state.lookup_state), small, plan
         )
         self._state = dataclasses.replace(self.state, drafter_state=drafter_state, lookup_state=lookup_state)
         self._proposed.draft_token_ids.copy_to_host_async()
@@ -217,8 +221,8 @@ class Executor:
     def verify(self, plan: np.ndarray) -> jax.Array:
         """Dispatch the second part; return an array to wait for."""
         models, tree = self._target_alone
-        small = _without_drafter(_without_target(self.state))
-        program = programs.verify_program(tree, self.shape)
+        small = dataclasses.replace(_split(self.state)[0], adjustments=None)
+        program = programs.verify_program(tree, self._layout)
         pages, self._verified = program(models, self.state.target_cache.pages, small, plan, self._proposed)
         self._state = dataclasses.replace(self.state, target_cache=PagedCache(pages, ()))
         return self._verified.logits
@@ -229,16 +233,16 @@ class Executor:
         masks: uint32 [B, K+1, W] (peagle.engine.step.masks). counts: int32 [B], how many drafts of a slot may count.
         """
         small, kept = _split(self.state)
-        program = programs.accept_and_commit_program(kind, self.shape)
+        program = programs.accept_and_commit_program(kind, self._layout)
         after, outputs = program(small, plan, self._proposed, self._verified, masks, counts)
         outputs.copy_to_host_async()
         self._state = _join(after, kept)
         return outputs  # type: ignore[no-any-return]
 
     def relearn(self, blank: bool = False) -> None:
-        """Forget what steps have learned. blank: also the recorded counts of the shape."""
-        counts = None if blank else self.shape.counts
-        auto = AutoState.start(self.shape.slots, self.shape.num_drafts, self._num_sources, counts)
+        """Forget what steps have learned. blank: also the recorded counts."""
+        counts = None if blank else self.config.counts
+        auto = AutoState.start(self.config.slots, self.config.num_drafts, self._num_sources, counts)
         self._state = dataclasses.replace(self.state, auto=auto)
 
     def counts(self) -> Counts:
@@ -291,20 +295,12 @@ def _unused_leaves(kind: StepKind) -> list[str]:
 
 def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any, Any]]:
     """Return (the state without pages and drafter states, these pages and states)."""
-    small = _without_drafter(dataclasses.replace(state, target_cache=NO_PAGES))
+    small = dataclasses.replace(state, target_cache=NO_PAGES, drafter_state=None, lookup_state=None)
     return small, (state.target_cache, state.drafter_state, state.lookup_state)
 
 
 def _join(small: DecodeState, kept: tuple[PagedCache, Any, Any]) -> DecodeState:
     return dataclasses.replace(small, target_cache=kept[0], drafter_state=kept[1], lookup_state=kept[2])
-
-
-def _without_target(state: DecodeState) -> DecodeState:
-    return dataclasses.replace(state, target_cache=NO_PAGES, adjustments=None)
-
-
-def _without_drafter(state: DecodeState) -> DecodeState:
-    return dataclasses.replace(state, drafter_state=None, lookup_state=None)
 
 
 def _on_host(leaf: jax.Array) -> bool:

@@ -25,7 +25,6 @@ class Handle:
 
     request: Request
     stop_token_ids: tuple[int, ...]
-    deadline_s: float | None  # of time.perf_counter()
     finished: FinishReason | None = None
     length: int = 0  # prompt and output tokens that the host has read, except the pending one
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read

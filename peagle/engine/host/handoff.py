@@ -17,7 +17,6 @@ authentication a message is as trustworthy as the network that brought it.
 
 import itertools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -40,7 +39,6 @@ NO_DRAFTER = "none"  # in place of the drafter's fingerprint
 MOST_HEADER_BYTES = 1 << 20
 ALIGNED = 64  # bytes; the tensors begin at a multiple
 TOKEN_IDS = "token_ids"
-METADATA = ("target", "drafter", "drafts")  # besides the format
 DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -179,60 +177,36 @@ def _allocate(
 
 
 def parse(data: bytes | bytearray | memoryview | np.ndarray) -> HandOff:
-    """Read a message without a copy. Raises InputError if it is not a hand-off, cut off, or of another format."""
+    """Read a message without a copy. Raises InputError if it is not a whole hand-off of this format."""
     whole = np.frombuffer(data, np.uint8)
-    header, body = _header(whole)
-    metadata = header.pop("__metadata__", None)
-    version = metadata.get("format") if isinstance(metadata, dict) else None
-    if version != FORMAT:
-        raise InputError(f"the hand-off has the format {str(version)[:40]!r}{ANOTHER}")
-    tensors = {name: _tensor(name, entry, body) for name, entry in header.items()}
-    if (named := sum(tensor.nbytes for tensor in tensors.values())) != len(body):
-        raise InputError(f"the hand-off has {len(body)} bytes of tensors; its header names {named}{ANOTHER}")
-    ids, (target, drafter, drafts) = tensors.get(TOKEN_IDS), (metadata.get(name) for name in METADATA)
-    if ids is None or ids.ndim != 1 or len(ids) < 2 or ids.dtype != np.int32 or drafts not in ("True", "False"):
-        raise InputError(f"the hand-off has no tokens, or does not say whether they may draft{ANOTHER}")
-    if not isinstance(target, str) or not isinstance(drafter, str):
-        raise InputError(f"the hand-off has no fingerprints{ANOTHER}")
-    return HandOff(whole, tuple(ids.tolist()), Fingerprints(target, drafter), drafts == "True", tensors)
+    try:
+        about, tensors = _read(whole)
+        token_ids, drafts = tuple(tensors[TOKEN_IDS].tolist()), {"True": True, "False": False}[about["drafts"]]
+        target, drafter = about["target"], about["drafter"]
+        if about["format"] != FORMAT or not isinstance(target, str) or not isinstance(drafter, str):
+            raise ValueError(f"its format is {str(about['format'])[:40]!r}")
+        if tensors[TOKEN_IDS].dtype != np.int32 or tensors[TOKEN_IDS].ndim != 1 or len(token_ids) < 2:
+            raise ValueError("it has no tokens")
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise InputError(f"these {len(whole)} bytes are no whole hand-off ({error}){ANOTHER}") from None
+    return HandOff(whole, token_ids, Fingerprints(target, drafter), drafts, tensors)
 
 
-def _header(data: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+def _read(data: np.ndarray) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the metadata and views of the tensors. Raises Python's own errors for other bytes."""
     size = int.from_bytes(data[:8].tobytes(), "little")
-    if len(data) < 8 or not 2 <= size <= MOST_HEADER_BYTES:
-        raise InputError(f"these {len(data)} bytes are no hand-off{ANOTHER}")
-    if len(data) < 8 + size:
-        raise _truncated(len(data), 8 + size)
-    try:
-        header = json.loads(data[8 : 8 + size].tobytes())
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise InputError(f"the hand-off's header is no JSON object{ANOTHER}")
-    return header, data[8 + size :]
-
-
-def _truncated(size: int, expected: int) -> InputError:
-    return InputError(f"the hand-off is cut off: {size} of {expected} bytes arrived; hand the request over again")
-
-
-def _tensor(name: str, entry: Any, body: np.ndarray) -> np.ndarray:
-    """Make the view of a tensor. Raises InputError if its entry contradicts itself or exceeds the message."""
-    try:
-        shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
-        begin, end = entry["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-    except (TypeError, KeyError, ValueError):
-        whole = False
-    wrong = InputError(f"the hand-off's entry of {name[:40]!r} contradicts itself{ANOTHER}")
-    if not whole or end - begin != math.prod(shape) * dtype.itemsize:
-        raise wrong
-    if end > len(body):
-        raise _truncated(len(body), end)
-    try:
-        return body[begin:end].view(dtype).reshape(shape)
-    except (ValueError, OverflowError):  # more axes than NumPy allows, or an axis too large beside an empty one
-        raise wrong from None
+    if size > MOST_HEADER_BYTES:
+        raise ValueError("its header is too long")
+    header, body = json.loads(data[8 : 8 + size].tobytes()), data[8 + size :]
+    about, tensors, end = header.pop("__metadata__"), {}, 0
+    for name, entry in header.items():
+        begin, (first, end) = end, entry["data_offsets"]
+        if first != begin:  # tensors follow each other
+            raise ValueError(f"the place of {name[:40]!r} is wrong")
+        tensors[name] = body[begin:end].view(DTYPES[entry["dtype"]]).reshape(tuple(entry["shape"]))
+    if end != len(body):
+        raise ValueError(f"it has {len(body)} of {end} bytes")
+    return about, tensors
 
 
 def check(executor: Executor, memory: KVMemory, capacity: int, fingerprints: Fingerprints, hand_off: HandOff) -> None:

@@ -6,24 +6,22 @@ import jax
 import numpy as np
 
 from peagle.engine.host.handle import Handle
-from peagle.engine.host.scheduler import Chunk, Steps
+from peagle.engine.host.step_batches import StepBatch
 
 
 @dataclass(frozen=True)
 class InFlight:
     """What a dispatch computes, and for whom: it carries its own map from rows to requests."""
 
-    action: Chunk[Handle] | Steps
+    batch: StepBatch | None  # None: a chunk of prompts
     result: jax.Array
     requests: tuple[Handle | None, ...]  # of each row of the result; () if a chunk completed no prompt
     sent_s: float
-    num_drafts: int = 0
-    num_steps: int = 0
 
     @property
     def most_tokens(self) -> int:
         """The most tokens that its steps add to a request."""
-        return self.num_steps * (self.num_drafts + 1)
+        return 0 if self.batch is None else self.batch.count * (self.batch.kind.num_drafts + 1)
 
     @property
     def ready(self) -> bool:

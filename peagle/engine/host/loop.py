@@ -1,6 +1,6 @@
 """Drive an engine for all threads that wait for its tokens.
 
-`add`, `abort`, `run`, `follow` and `warm_up` are thread-safe. The engine has no thread of its own: one of the waiting
+`add`, `abort`, `run` and `warm_up` are thread-safe. The engine has no thread of its own: one of the waiting
 threads takes the turn and runs steps, which put the chunks of all requests into their inboxes. A thread of its own was
 14 % slower at one step per dispatch, as fast at 24. A server drives the loop from one thread
 (peagle.serve.engine_loop).
@@ -12,9 +12,11 @@ import contextlib
 import threading
 from collections.abc import Collection, Generator, Iterator, Sequence
 
+from peagle.engine.auto.measure import Measuring
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host.handle import EngineError, Handle
 from peagle.engine.host.handoff import HandOff
+from peagle.engine.host.warmup import Needs
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 
@@ -36,8 +38,8 @@ class EngineBase(abc.ABC):
         """Raise InputError, before any work, for a request that cannot run, or cannot continue from this hand-off."""
 
     @abc.abstractmethod
-    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        """Put a request in the queue. After timeout_s seconds it ends with the tokens it has.
+    def add(self, request: Request, hand_off: HandOff | None = None) -> Handle:
+        """Put a request in the queue.
 
         hand_off: from an engine that began the request. Chunks then hold only later tokens, and the message is dropped
         as soon as the request has a slot, or ends. Raises InputError for a request that cannot run, EngineError if the
@@ -48,7 +50,7 @@ class EngineBase(abc.ABC):
     def step(self) -> None:
         """Send the next dispatch, read the previous one, and put its chunks into the inboxes of their requests.
 
-        For a single driver; others call `run`, `follow` or `generate`. Does nothing if no request is left. Raises
+        For a single driver; others call `run` or `generate`. Does nothing if no request is left. Raises
         EngineError if the device failed, and after Ctrl-C KeyboardInterrupt, before it sends anything
         (peagle.base.interrupt).
         """
@@ -56,6 +58,37 @@ class EngineBase(abc.ABC):
     @abc.abstractmethod
     def settle(self) -> None:
         """If no request is left, wait for the device, so that no work runs into the next measurement."""
+
+    @property
+    @abc.abstractmethod
+    def busy(self) -> bool:
+        """Whether some request has not ended."""
+
+    def warm_up(
+        self,
+        sampled: bool = False,
+        measuring: Measuring = lambda *_: None,
+        full_logits: bool = False,
+        constrained: bool = False,
+        alone: bool = False,
+    ) -> None:
+        """Compile and run once every program that requests need, so that later times include no compilation.
+
+        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. alone: the
+        engine has one slot and no request waits for it, so programs of a crowd are left out. An adaptive engine then
+        measures step costs, once, and calls measuring(finished runs, all runs) before each run. Does nothing while
+        there is a request: programs then compile at their first dispatch.
+        """
+        with self._entry:
+            with self._lock:
+                self._finish_aborted()
+                if self.busy:
+                    return
+            self.prepare(Needs(sampled, full_logits, constrained, alone), measuring)
+
+    @abc.abstractmethod
+    def prepare(self, needs: Needs, measuring: Measuring | None) -> None:
+        """Warm up (`warm_up`); the caller keeps requests out. measuring None: another engine measures the costs."""
 
     @abc.abstractmethod
     def _finish_aborted(self) -> None:
@@ -81,16 +114,6 @@ class EngineBase(abc.ABC):
                 self._finish_aborted()
             finally:
                 self._lock.release()
-
-    def follow(self, handle: Handle) -> Iterator[TokenChunk]:
-        """Yield the chunks of a request until it ends. A reader that stops early aborts it.
-
-        Raises InputError if a model's outputs are not finite, GrammarError if its grammar cannot be followed.
-        """
-        for _, chunk in self.run([handle]):
-            yield chunk
-        if handle.error is not None and handle.has_reader:
-            raise handle.error
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenChunk]]:
         """Decode the requests; yield (index in the list, chunk) as chunks arrive.

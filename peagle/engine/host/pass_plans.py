@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -38,21 +39,26 @@ def chunk_plan(
     return plan
 
 
-def read_step_plan(
-    plan: jax.Array, table_widths: tuple[int, ...], num_target_groups: int
-) -> tuple[SlotBatch, jax.Array]:
-    """Return (the batch, the widths of its slots)."""
-    tables = _cut(plan[:, 2:], table_widths)
-    return SlotBatch(plan[:, 0], tables[:num_target_groups], tables[num_target_groups:]), plan[:, 1]
+Tables = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # of the target's groups, of the drafter's
 
 
-def read_chunk_plan(plan: jax.Array, table_widths: tuple[int, ...]) -> tuple[ChunkRows, tuple[jax.Array, ...]]:
-    """Return (the rows, the table of each group)."""
-    num_cached, num_rows, end = plan[:, 0], plan[:, 1], plan.shape[1] - sum(table_widths)
-    chunk = ChunkRows(plan[:, 2:end], jnp.maximum(num_cached - 1, 0), num_rows, jnp.minimum(num_cached, 1))
-    return chunk, _cut(plan[:, end:], table_widths)
+@dataclass(frozen=True)
+class PlanLayout:
+    """Where the tables lie in the rows of a plan: their widths, the first num_target_groups of them the target's."""
 
+    table_widths: tuple[int, ...]
+    num_target_groups: int
 
-def _cut(columns: jax.Array, table_widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    ends = np.cumsum([0, *table_widths]).tolist()
-    return tuple(columns[:, begin:end] for begin, end in itertools.pairwise(ends))
+    def read_steps(self, plan: jax.Array) -> tuple[SlotBatch, jax.Array]:
+        """Return (the batch, the widths of its slots)."""
+        return SlotBatch(plan[:, 0], *self._tables(plan)), plan[:, 1]
+
+    def read_chunk(self, plan: jax.Array) -> tuple[ChunkRows, Tables]:
+        num_cached, num_rows, end = plan[:, 0], plan[:, 1], plan.shape[1] - sum(self.table_widths)
+        chunk = ChunkRows(plan[:, 2:end], jnp.maximum(num_cached - 1, 0), num_rows, jnp.minimum(num_cached, 1))
+        return chunk, self._tables(plan)
+
+    def _tables(self, plan: jax.Array) -> Tables:
+        ends = (plan.shape[1] - sum(self.table_widths) + np.cumsum([0, *self.table_widths])).tolist()
+        tables = tuple(plan[:, begin:end] for begin, end in itertools.pairwise(ends))
+        return tables[: self.num_target_groups], tables[self.num_target_groups :]

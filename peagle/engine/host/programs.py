@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import jax
@@ -13,13 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.engine.auto.costs import StepCosts
-from peagle.engine.auto.state import Counts
-from peagle.engine.host.pass_plans import read_chunk_plan, read_step_plan
-from peagle.engine.memory.kv_memory import KVMemory
-from peagle.engine.resolved import ResolvedConfig
+from peagle.engine.host.pass_plans import PlanLayout
 from peagle.engine.step.adjust import adjust
 from peagle.engine.step.dispatch import steps
-from peagle.engine.step.drafter_input import absorb
 from peagle.engine.step.prefill import Prefilled, prefill
 from peagle.engine.step.propose import Proposed, propose
 from peagle.engine.step.sampling import LogProbs, choose, draw_keys, log_probs
@@ -42,34 +37,6 @@ def trace_counts() -> dict[str, int]:
     return dict(_traces)
 
 
-@dataclass(frozen=True)
-class ProgramShape:
-    """What an executor's programs depend on, besides its models.
-
-    num_drafts, most_steps    most drafts of a step; most steps of a dispatch
-    num_pages, table_widths   of each cache group: of its pool, and of a request's table
-    num_target_groups         how many of these groups are the target's; the drafter's follow
-    adaptive                  some steps are (StepKind)
-    counts                    the acceptance that adaptive steps start from (peagle.engine.auto.state)
-    """
-
-    slots: int
-    context: int
-    num_drafts: int
-    most_steps: int
-    num_pages: tuple[int, ...]
-    table_widths: tuple[int, ...]
-    num_target_groups: int
-    adaptive: bool = False
-    counts: Counts | None = None
-
-    @classmethod
-    def of(cls, config: ResolvedConfig, memory: KVMemory) -> "ProgramShape":
-        k, steps, groups = config.num_drafts, config.steps_per_dispatch, memory.num_target_groups
-        sizes = memory.num_pages, memory.table_widths, groups
-        return cls(config.slots, config.context, k, steps, *sizes, config.adaptive, config.counts)
-
-
 def _compiled(function: Callable[..., Any], *donated: int, alone: bool = False) -> Any:
     """Compile a function. Branches are decided on the device. alone: operations are launched one by one."""
     options = NO_GRAPHS if alone else graphs.options()
@@ -89,26 +56,25 @@ def _once(make: Make) -> Make:
 
 
 @_once
-def init_program(models: Any, shape: ProgramShape) -> Any:
+def init_program(models: Any, *sizes: Any) -> Any:
+    """Make the program of an empty state. sizes: arguments of `init_state`."""
+
     def _make(model_leaves: list[jax.Array]) -> DecodeState:
-        target, drafter, lookup = jax.tree.unflatten(models, model_leaves)
-        pages = shape.num_pages[: shape.num_target_groups], shape.num_pages[shape.num_target_groups :]
-        sizes = shape.slots, shape.context, shape.num_drafts
-        return init_state(target, drafter, *sizes, *pages, shape.adaptive, shape.counts, lookup)
+        return init_state(*jax.tree.unflatten(models, model_leaves), *sizes)
 
     return _compiled(_make)
 
 
 @_once
-def prefill_program(models: Any, num_target_groups: int, table_widths: tuple[int, ...]) -> Any:
+def prefill_program(models: Any, layout: PlanLayout) -> Any:
     def _chunk(
         model_leaves: list[jax.Array], pages: tuple[tuple[Pages, ...], tuple[Pages, ...]], plan: jax.Array
     ) -> tuple[tuple[tuple[Pages, ...], tuple[Pages, ...]], Prefilled]:
         _traces["chunk"] += 1
         target, drafter, _ = jax.tree.unflatten(models, model_leaves)
-        chunk, tables = read_chunk_plan(plan, table_widths)
-        target_cache = PagedCache(pages[0], tables[:num_target_groups])
-        drafter_cache = None if drafter is None else PagedCache(pages[1], tables[num_target_groups:])
+        chunk, tables = layout.read_chunk(plan)
+        target_cache = PagedCache(pages[0], tables[0])
+        drafter_cache = None if drafter is None else PagedCache(pages[1], tables[1])
         target_cache, drafter_cache, prefilled = prefill(target, drafter, target_cache, drafter_cache, chunk)
         left = target_cache.pages, () if drafter_cache is None else drafter_cache.pages
         return left, Prefilled(_dispatched_async(prefilled.logits, chunk.num_rows[0]), prefilled.aux_hidden)
@@ -171,16 +137,18 @@ def read_tokens_program(model: Any) -> Any:
 
 
 @_once
-def steps_program(models: Any, kind: StepKind, shape: ProgramShape, launches_alone: bool) -> Any:
+def steps_program(models: Any, kind: StepKind, layout: PlanLayout, most: int, launches_alone: bool) -> Any:
+    """Make the program of up to `most` steps."""
+
     def _run(
         model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array, costs: jax.Array, limit: jax.Array
     ) -> tuple[DecodeState, jax.Array]:
         _traces["steps"] += 1
         target, drafter, lookup = jax.tree.unflatten(models, model_leaves)
-        batch, widths = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
+        batch, widths = layout.read_steps(plan)
         rows = take(state, batch, kind.input_rows, kind.full_logits)
         step_costs = kind.costs(costs, plan.shape[0])
-        after, outputs = steps(target, drafter, rows, widths, step_costs, limit, kind, shape.most_steps, lookup)
+        after, outputs = steps(target, drafter, rows, widths, step_costs, limit, kind, most, lookup)
         return put(state, batch, after), _dispatched_async(outputs, outputs[0, 0, 0])
 
     # the name that peagle.measure.profile looks for
@@ -189,7 +157,7 @@ def steps_program(models: Any, kind: StepKind, shape: ProgramShape, launches_alo
 
 
 @_once
-def propose_program(models: Any, kind: StepKind, shape: ProgramShape) -> Any:
+def propose_program(models: Any, kind: StepKind, layout: PlanLayout) -> Any:
     def _propose_drafts(
         model_leaves: list[jax.Array],
         drafter_states: tuple[Any, Any],
@@ -198,7 +166,7 @@ def propose_program(models: Any, kind: StepKind, shape: ProgramShape) -> Any:
     ) -> tuple[tuple[Any, Any], Proposed]:
         _traces["propose"] += 1
         state = dataclasses.replace(small, drafter_state=drafter_states[0], lookup_state=drafter_states[1])
-        batch, widths = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
+        batch, widths = layout.read_steps(plan)
         rows = take(state, batch, kind.input_rows, adjusts=False)
         drafter, lookup = jax.tree.unflatten(models, model_leaves)
         after, proposed = propose(drafter, rows, widths, StepCosts.unknown(len(plan), kind.num_drafts), kind, lookup)
@@ -210,12 +178,12 @@ def propose_program(models: Any, kind: StepKind, shape: ProgramShape) -> Any:
 
 
 @_once
-def verify_program(model: Any, shape: ProgramShape) -> Any:
+def verify_program(model: Any, layout: PlanLayout) -> Any:
     def _verify_drafts(
         model_leaves: list[jax.Array], pages: tuple[Pages, ...], small: DecodeState, plan: jax.Array, proposed: Proposed
     ) -> tuple[tuple[Pages, ...], VerifyOutput]:
         _traces["verify"] += 1
-        batch, _ = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
+        batch, _ = layout.read_steps(plan)
         rows = take(dataclasses.replace(small, target_cache=PagedCache(pages, ())), batch, 0, adjusts=False)
         after, verified = verify(jax.tree.unflatten(model, model_leaves), rows, proposed)
         aux_hidden = _dispatched_async(verified.aux_hidden, plan[0, 0])
@@ -225,7 +193,7 @@ def verify_program(model: Any, shape: ProgramShape) -> Any:
 
 
 @_once
-def accept_and_commit_program(kind: StepKind, shape: ProgramShape) -> Any:
+def accept_and_commit_program(kind: StepKind, layout: PlanLayout) -> Any:
     def _accept_drafts(
         small: DecodeState,
         plan: jax.Array,
@@ -235,7 +203,7 @@ def accept_and_commit_program(kind: StepKind, shape: ProgramShape) -> Any:
         counts: jax.Array,
     ) -> tuple[DecodeState, jax.Array]:
         _traces["accept"] += 1
-        batch, _ = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
+        batch, _ = layout.read_steps(plan)
         rows = take(small, batch, kind.input_rows, adjusts=True)
         proposed = dataclasses.replace(proposed, widths=jnp.minimum(proposed.widths, counts))
         costs = StepCosts.unknown(len(plan), kind.num_drafts)
@@ -243,19 +211,6 @@ def accept_and_commit_program(kind: StepKind, shape: ProgramShape) -> Any:
         return put(small, batch, after), _dispatched_async(output.pack()[None], plan[0, 0])
 
     return _compiled(_accept_drafts, 0)
-
-
-@_once
-def absorb_program(models: Any, shape: ProgramShape) -> Any:
-    def _catch_up(model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array) -> DecodeState:
-        _traces["absorb"] += 1
-        batch, _ = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
-        drafter, lookup = jax.tree.unflatten(models, model_leaves)
-        after = absorb(drafter, lookup, take(state, batch, None, adjusts=False))
-        left = put(state, batch, after)
-        return dataclasses.replace(left, length=_dispatched_async(left.length, plan[0, 0]))
-
-    return _compiled(_catch_up, 1)
 
 
 @jax.jit

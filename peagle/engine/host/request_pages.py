@@ -8,36 +8,33 @@ from peagle.engine.request import Drafting
 from peagle.ops.attention import PAGE_SIZE
 
 
-class RequestPages:
-    """The pages that an engine's requests hold. Only the engine's loop changes them."""
+class RequestPages(KVMemory):
+    """The pages of an engine's requests, by their handles. Only the engine's loop changes them."""
 
-    def __init__(self, memory: KVMemory) -> None:
-        self._memory = memory
-
-    def open(self, handle: Handle, prefilling: Sequence[Handle]) -> bool:
+    def begin(self, handle: Handle, prefilling: Sequence[Handle]) -> bool:
         """Give a request a table with the cached pages of its tokens; return whether there are enough pages.
 
         Enough for all its tokens and its first steps, besides those that the prompts of `prefilling` still need. A
         preempted request needs more, so that it is not preempted again at once. A hand-off has the pages for its rows.
         """
-        memory, token_ids = self._memory, handle.computed_ids
-        with_drafter = memory.has_drafter and (
+        token_ids = handle.computed_ids
+        with_drafter = self.has_drafter and (
             handle.drafting is not Drafting.NEVER or self._prefills_for_later(token_ids)
         )
-        table = memory.open(token_ids if handle.hand_off is None else (), with_drafter)
+        table = self.open(token_ids if handle.hand_off is None else (), with_drafter)
         promised = sum(
-            max(0, memory.missing(other.table, len(other.computed_ids)))
+            max(0, self.missing(other.table, len(other.computed_ids)))
             for other in prefilling
             if other.table is not None
         )
-        ahead = memory.sizing.rows_ahead * max(1, handle.num_preempted)
+        ahead = self.sizing.rows_ahead * max(1, handle.num_preempted)
         needed = min(len(token_ids) + ahead, self._most_tokens(handle))
-        enough = memory.missing(table, needed) + promised <= memory.available()
+        enough = self.missing(table, needed) + promised <= self.available()
         if enough and handle.hand_off is not None:
-            memory.pool.skip(table, len(token_ids))
-            enough = memory.pool.reserve(table, len(token_ids))
+            self.pool.skip(table, len(token_ids))
+            enough = self.pool.reserve(table, len(token_ids))
         if not enough:
-            memory.pool.free(table)
+            self.pool.free(table)
             return False
         handle.table, handle.drafter_rows = table, table.num_cached_tokens
         return True
@@ -47,19 +44,19 @@ class RequestPages:
 
         Not if the target has cached more of them than the drafter: the target would compute these again.
         """
-        if not self._memory.keeps_prefixes:
+        if not self.keeps_prefixes:
             return False
-        target, both = (self._memory.num_known(token_ids, with_drafter) for with_drafter in (False, True))
+        target, both = (self.num_known(token_ids, with_drafter) for with_drafter in (False, True))
         return both >= target
 
     def _most_tokens(self, handle: Handle) -> int:
         """Count the positions that a request can write at most."""
         request = handle.request
-        return len(request.prompt_ids) + request.max_new_tokens + self._memory.sizing.num_lookahead_tokens
+        return len(request.prompt_ids) + request.max_new_tokens + self.sizing.num_lookahead_tokens
 
     def reserve(self, handle: Handle, num_tokens: int) -> bool:
         """Reserve pages for a request's first tokens; return whether it has them."""
-        return handle.table is not None and self._memory.pool.reserve(handle.table, num_tokens)
+        return handle.table is not None and self.pool.reserve(handle.table, num_tokens)
 
     def reserve_steps(self, handles: Sequence[Handle], steps: int, num_drafts: int) -> bool:
         """Reserve the pages of these requests' next steps; return whether all have theirs."""
@@ -68,12 +65,12 @@ class RequestPages:
 
     def length_after(self, handle: Handle, steps: int, num_drafts: int) -> int:
         """Count the positions that a request may have written after this many more steps."""
-        more = handle.rows_in_flight + steps * (num_drafts + 1) + self._memory.sizing.num_lookahead_tokens
+        more = handle.rows_in_flight + steps * (num_drafts + 1) + self.sizing.num_lookahead_tokens
         return min(handle.length + more, self._most_tokens(handle))
 
     def has_drafter_pages(self, handle: Handle) -> bool:
         assert handle.table is not None
-        return len(handle.table.groups) > self._memory.num_target_groups
+        return len(handle.table.groups) > self.num_target_groups
 
     def publish_prompt(self, handle: Handle, end: int) -> None:
         """Publish the pages of a prompt up to `end`, which are computed before any later dispatch reads them."""
@@ -93,10 +90,10 @@ class RequestPages:
     def _publish(self, handle: Handle, token_ids: Sequence[int], length: int, ends: bool) -> None:
         assert handle.table is not None
         # a request that was handed over may lack rows that these layers keep: the message has only those in windows
-        self._memory.publish(handle.table, token_ids, length, handle.drafter_rows, ends, known=not handle.num_received)
+        self.publish(handle.table, token_ids, length, handle.drafter_rows, ends, known=not handle.num_received)
 
     def free(self, handle: Handle) -> None:
         """Free a request's pages; cached ones stay until others need them."""
         if handle.table is not None:
-            self._memory.pool.free(handle.table)
+            self.pool.free(handle.table)
             handle.table = None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from peagle.engine.host.in_flight import InFlight
-from peagle.engine.host.scheduler import Chunk, DispatchTimes
+from peagle.engine.host.scheduler import DispatchTimes
 
 
 @dataclass
@@ -54,9 +54,9 @@ class LoopClock:
         seconds = now - max(sent.sent_s, self.last_read_s or 0.0)
         self.last_read_s = now
         self.times.busy_s += seconds
-        if isinstance(sent.action, Chunk):
+        if sent.batch is None:
             self.latest = replace(self.latest, chunk_s=seconds)
-        elif sent.action.masked:
+        elif sent.batch.kind.masked:
             self.latest = replace(self.latest, masked_s=seconds)
         else:
-            self.latest = replace(self.latest, step_s=seconds / sent.num_steps)
+            self.latest = replace(self.latest, step_s=seconds / sent.batch.count)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +28,15 @@ from peagle.engine.step.step_kinds import StepKind
 from peagle.ops.attention import PAGE_SIZE
 
 
+class Needs(NamedTuple):
+    """What some requests need (`EngineBase.warm_up`)."""
+
+    sampled: bool
+    full_logits: bool
+    constrained: bool
+    alone: bool
+
+
 class WarmUp:
     """Runs the programs of an executor before it has requests."""
 
@@ -36,17 +46,15 @@ class WarmUp:
         self._fingerprints, self._vocab_size = fingerprints, executor.target.vocab_size
         self._warm: set[object] = set()
 
-    def compile(
-        self, costs: CostTable | None, sampled: bool, full_logits: bool, constrained: bool, alone: bool = False
-    ) -> bool:
-        """Run once the programs that such requests need (`Engine.warm_up`); return whether some of them are new."""
+    def compile(self, costs: CostTable | None, needs: Needs) -> bool:
+        """Run once the programs that such requests need; return whether some of them are new."""
         executor, batches = self._executor, self._batches
-        kinds = self._step_kinds(costs, sampled, full_logits, alone)
-        if constrained:
+        kinds = self._step_kinds(costs, needs)
+        if needs.constrained:
             kinds |= {batches.kind(drafts, masked=True) for drafts in batches.program_drafts}
         missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
-        fully = {"full first token"} - self._warm if full_logits or constrained else set()
-        prompts = {("prompts", with_drafter) for with_drafter in self._prefills(alone)} - self._warm
+        fully = {"full first token"} - self._warm if needs.full_logits or needs.constrained else set()
+        prompts = {("prompts", with_drafter) for with_drafter in self._prefills(needs.alone)} - self._warm
         # the largest programs first, because they take longest to compile
         by_size = sorted(missing, key=lambda program: (-program[1], -program[0].num_drafts, str(program[0])))
         steps = [(batches.empty_plan(size), kind) for kind, size in by_size]
@@ -66,19 +74,19 @@ class WarmUp:
         self._warm |= new
         return bool(new)
 
-    def _step_kinds(self, costs: CostTable | None, sampled: bool, full_logits: bool, alone: bool) -> set[StepKind]:
+    def _step_kinds(self, costs: CostTable | None, needs: Needs) -> set[StepKind]:
         """List the variants of whole steps that such requests take."""
         batches, adaptive = self._batches, self._config.adaptive
         drafts = batches.program_drafts
         kinds: set[StepKind] = set()
         if adaptive and costs is None:  # the costs are those of greedy steps
-            kinds = {batches.kind(number, sampled=False) for number in drafts}
-            if alone:
+            kinds = {batches.kind(number) for number in drafts}
+            if needs.alone:
                 return kinds  # the costs decide which others are needed
-        if alone and costs is not None:
+        if needs.alone and costs is not None:
             gains = costs.can_gain(1, self._config.num_drafts)
             drafts = tuple(number for number in drafts if (number > 0) == gains)
-        kinds |= {batches.kind(number, sampled, full_logits) for number in drafts}
+        kinds |= {batches.kind(number, needs.sampled, needs.full_logits) for number in drafts}
         if self._executor.drafter is not None:
             plain = {kind for kind in kinds if not kind.num_drafts}
             if not adaptive:  # then only requests that never draft take plain steps

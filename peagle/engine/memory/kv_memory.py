@@ -70,6 +70,14 @@ class Sizing:
     page_bytes: tuple[int, ...]
     config: ResolvedConfig
     block_drafts: int | None = None
+    num_target_groups: int = 1
+
+    @classmethod
+    def of(cls, target: Target, drafter: Drafter | None, config: ResolvedConfig) -> "Sizing":
+        models: list[Target | Drafter] = [target] if drafter is None else [target, drafter]
+        groups = tuple(group for model in models for group in model.cache_groups)
+        sizes = tuple(size for model in models for size in page_bytes(model.cache_groups, model.init_pages))
+        return cls(groups, sizes, config, getattr(drafter, "block_drafts", None), len(target.cache_groups))
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -164,15 +172,13 @@ class KVMemory:
 
     def __init__(self, target: Target, drafter: Drafter | None, config: ResolvedConfig) -> None:
         """Raises InputError if the memory does not hold one request of the whole context."""
-        models: list[Target | Drafter] = [target] if drafter is None else [target, drafter]
-        self.groups: tuple[CacheGroup, ...] = tuple(group for model in models for group in model.cache_groups)
-        self.num_target_groups, self.has_drafter = len(target.cache_groups), drafter is not None
-        self.page_bytes = tuple(size for model in models for size in page_bytes(model.cache_groups, model.init_pages))
+        self.sizing = sizing = Sizing.of(target, drafter, config)
+        self.groups, self.page_bytes = sizing.groups, sizing.page_bytes
+        self.num_target_groups, self.has_drafter = sizing.num_target_groups, drafter is not None
         self._ranks, self._local_ranks = 1, 1
         if isinstance(target, OverDevices):
             self._ranks, self._local_ranks = target.ranks, target.local_ranks
         self.keeps_prefixes = config.prefix_cache > 0
-        self.sizing = Sizing(self.groups, self.page_bytes, config, getattr(drafter, "block_drafts", None))
         self.num_pages, self.table_widths = self.sizing.num_pages, self.sizing.table_widths
         pairs = zip(self.num_pages, self.groups, strict=True)
         self.pool = PagePool([PageGroup(count, group.window, group.offset) for count, group in pairs], PAGE_SIZE)
@@ -196,11 +202,11 @@ class KVMemory:
 
     def open(self, token_ids: Sequence[int], with_drafter: bool) -> PageTable:
         """Begin a request with the cached pages of its tokens. with_drafter: in the drafter's groups, too."""
-        return self.pool.open(token_ids if self.keeps_prefixes else (), (), self._group_numbers(with_drafter))
+        return self.pool.open(token_ids if self.keeps_prefixes else (), self._group_numbers(with_drafter))
 
     def num_known(self, token_ids: Sequence[int], with_drafter: bool) -> int:
         """Count the leading tokens that are in cached pages."""
-        return self.pool.num_known(token_ids, (), self._group_numbers(with_drafter))
+        return self.pool.num_known(token_ids, self._group_numbers(with_drafter))
 
     def _group_numbers(self, with_drafter: bool) -> Sequence[int]:
         return range(len(self.groups) if with_drafter else self.num_target_groups)

@@ -19,7 +19,7 @@ request while earlier dispatches still read it.
 """
 
 import collections
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 UNMAPPED = -1
@@ -84,7 +84,7 @@ class PagePool:
         self._num_holders: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]
         # by group, nodes whose page no request holds, in order of eviction: children before their parents
         self._cached: list[collections.OrderedDict[Node, None]] = [collections.OrderedDict() for _ in self.groups]
-        self._roots: dict[Hashable, Node] = {}
+        self._root = Node((), None, [UNMAPPED] * len(self.groups))
         self._tables: set[PageTable] = set()
 
     def num_available(self, group: int) -> int:
@@ -95,21 +95,19 @@ class PagePool:
     def num_cached(self, group: int) -> int:
         return len(self._cached[group])
 
-    def num_known(self, token_ids: Sequence[int], salt: Hashable, groups: Sequence[int]) -> int:
+    def num_known(self, token_ids: Sequence[int], groups: Sequence[int]) -> int:
         """Count the leading tokens that `open` would find."""
-        root = self._roots.get(salt)
-        return 0 if root is None else len(self._longest_hit(root, token_ids, groups)) * self.page_size
+        return len(self._longest_hit(token_ids, groups)) * self.page_size
 
-    def open(self, token_ids: Sequence[int], salt: Hashable, groups: Sequence[int]) -> PageTable:
+    def open(self, token_ids: Sequence[int], groups: Sequence[int]) -> PageTable:
         """Begin a request with the longest known prefix of its tokens. It reads known pages and never writes them.
 
-        salt: what else the content depends on (model, drafter, adapter). groups: those that the request uses.
+        groups: those that the request uses.
         """
-        root = self._roots.setdefault(salt, Node((), None, [UNMAPPED] * len(self.groups)))
-        path = self._longest_hit(root, token_ids, groups)
+        path = self._longest_hit(token_ids, groups)
         num_tokens = len(path) * self.page_size
         table = PageTable(
-            tuple(groups), [[] for _ in self.groups], [root, *path], num_tokens, [len(path)] * len(self.groups)
+            tuple(groups), [[] for _ in self.groups], [self._root, *path], num_tokens, [len(path)] * len(self.groups)
         )
         for group in groups:
             first = self._first_needed(group, len(path))
@@ -204,7 +202,7 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each page is exactly one of free, held and cached, and all counts are right."""
-        nodes = [node for root in self._roots.values() for node in _descendants(root)]
+        nodes = _descendants(self._root)
         for group in range(len(self.groups)):
             holders = collections.Counter(
                 page for table in self._tables for page in table.pages[group] if page != UNMAPPED
@@ -228,9 +226,9 @@ class PagePool:
         for node, place in order.items():
             assert all(order.get(child, place + 1) < place for child in node.children.values()), "a parent goes first"
 
-    def _longest_hit(self, root: Node, token_ids: Sequence[int], groups: Sequence[int]) -> list[Node]:
+    def _longest_hit(self, token_ids: Sequence[int], groups: Sequence[int]) -> list[Node]:
         path: list[Node] = []
-        node, size = root, self.page_size
+        node, size = self._root, self.page_size
         for begin in range(0, len(token_ids) - size + 1, size):
             child = node.children.get(tuple(token_ids[begin : begin + size]))
             if child is None:

@@ -147,6 +147,7 @@ class SlotParams:
 def init_state(
     target: Target,
     drafter: Drafter | None,
+    lookup: Drafter | None,
     slots: int,
     capacity: int,
     num_drafts: int,
@@ -154,7 +155,6 @@ def init_state(
     drafter_pages: Sequence[int],
     adaptive: bool = False,
     counts: Counts | None = None,
-    lookup: Drafter | None = None,
 ) -> DecodeState:
     """Make a state of empty slots. target_pages, drafter_pages: of each cache group. counts: recorded acceptance."""
     zero = jnp.zeros((slots,), jnp.int32)

@@ -29,6 +29,7 @@ from scripts.peers.bystanders import cpu_s
 from scripts.serving import client
 from scripts.serving.servers import free_port
 from tests.support.pairs import TARGET, Directories, write_drafter, write_target, write_tokenizer
+from tests.support.toys import follow
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 os.environ.setdefault(LOOPBACK_ALONE, "0")
@@ -85,7 +86,7 @@ def alone(directories: Directories) -> Alone:
     """Return the text of so many tokens, as an engine alone answers."""
     pair = peagle.load(directories.target, directories.drafter)
     engine = pair.engine(pair.engine_config(K, context=CONTEXT))
-    chunks = list(engine.follow(engine.add(Request(tuple(PROMPT), LONG, stop_token_ids=()))))
+    chunks = list(follow(engine, engine.add(Request(tuple(PROMPT), LONG, stop_token_ids=()))))
     tokenizer, tokens = pair.tokenizer, [token for chunk in chunks for token in chunk.token_ids]
     assert tokenizer is not None
     return lambda count: detokenize(tokenizer, tokens[:count])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from peagle.base.errors import InputError
 from peagle.config import MOST_LOGPROBS, SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.host.engine import Engine
@@ -121,17 +120,6 @@ def test_greedy_decoding_is_that_of_the_definition(target: GptOss) -> None:
     assert not set(tokens[: HARD.min_tokens - 1]) & set(STOPS)
 
 
-@pytest.mark.parametrize("name", ADJUSTMENTS)
-def test_no_adjustment_is_ignored(target: GptOss, name: str) -> None:
-    """It changes the answer by itself, and speculation gives the same answer."""
-    stops = STOPS if name == "min_tokens" else ()
-    plain = Request(PROMPTS[1], NEW, stop_token_ids=stops)
-    adjusted = dataclasses.replace(plain, sampling=SamplingParams(**{name: ADJUSTMENTS[name]}))
-    answer = decode(engine_of(target, 0), adjusted)[0]
-    assert answer != decode(engine_of(target, 0), plain)[0]
-    assert answer == decode(engine_of(target, K), adjusted)[0]
-
-
 @pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_speculation_and_neighbours_change_nothing(target: GptOss, together: int) -> None:
     hot = dataclasses.replace(HARD, temperature=0.9, top_p=0.9, seed=4)
@@ -202,28 +190,3 @@ def test_a_masked_step_that_allows_all_is_the_step(target: GptOss, sampling: Sam
         np.testing.assert_array_equal(output, expected)
     for mine, theirs in zip(jax.tree.leaves(masked.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"presence_penalty": 2.1}, "presence penalty is 2.1; expected a number from -2 to 2"),
-        ({"frequency_penalty": float("nan")}, "frequency penalty is nan"),
-        ({"repetition_penalty": 0.0}, "repetition penalty is 0.0; expected a number from 1e-30 to"),
-        ({"repetition_penalty": 1e-38}, "repetition penalty is 1e-38; expected a number from 1e-30 to"),
-        ({"logit_bias": ((1, 2.0), (1, 3.0))}, "logit bias is set twice for token 1"),
-        ({"logit_bias": ((-1, 2.0),)}, "logit bias is 2.0 for token -1; expected a token id of 0 or more"),
-        ({"logit_bias": tuple((token, 1.0) for token in range(301))}, "is set for 301 tokens; expected at most 300"),
-        ({"min_tokens": -1}, "min tokens are -1; expected 0"),
-    ],
-)
-def test_adjustments_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        SamplingParams(**options)
-
-
-def test_a_bias_outside_the_vocabulary_is_refused(target: GptOss) -> None:
-    with pytest.raises(InputError, match=r"names token id 37, outside the target.s vocabulary; expected 0..36"):
-        engine_of(target, 0).add(Request((1,), 3, SamplingParams(logit_bias=((V, 1.0),))))
-    with pytest.raises(InputError, match=r"logprobs is 21; expected 0..20"):
-        Request((1,), 3, logprobs=21)

@@ -45,27 +45,6 @@ def test_greedy_speculation_equals_plain_decoding(
     assert min(accepted) == 0 < max(accepted)
 
 
-def test_the_drafts_at_a_length_are_the_same_for_any_k(pair: Models) -> None:
-    """Its pages have room for the whole block, also in the last positions of the context."""
-    prompt, drafts = tuple(TOKENS[:37]), {}
-    for k in (1, 2, 7):
-        engine = Engine(pair.target, pair.drafter, ResolvedConfig(k, context=len(prompt) + NEW, prefill_chunk=32))
-        (steps,) = decode(engine, [Request(prompt, NEW, GREEDY, ())])[1]
-        drafts[k] = {record.length: record.draft_token_ids for record in steps}
-    lengths = sorted(drafts[1].keys() & drafts[2].keys() & drafts[7].keys())
-    assert lengths[-1] > len(prompt) + NEW - 7
-    for length in lengths:
-        assert drafts[7][length][:1] == drafts[2][length][:1] == drafts[1][length][:1]
-        assert drafts[7][length][:2] == drafts[2][length][:2]
-
-
-@pytest.mark.slow
-def test_on_xla_too() -> None:
-    pair = models("float32", "DFlash")
-    alone = decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), requests_of()[:2])[0]
-    assert decode(engine_of(pair, 3, 2), requests_of()[:2])[0] == alone
-
-
 @needs_native
 @pytest.mark.parametrize("k", [2, 7])
 def test_drawn_drafts_are_those_of_a_request_alone(pair: Models, k: int) -> None:

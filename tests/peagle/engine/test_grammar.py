@@ -28,7 +28,7 @@ from peagle.engine.step.adjust import Adjustments, adjust
 from peagle.engine.step.masks import all_allowed, fill, next_mask
 from peagle.engine.step.sampling import RowSampling, draw_keys, probabilities
 from peagle.ops.draw import draw
-from tests.support.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode, stepped
+from tests.support.toys import MarkovTarget, Scripted, check_whole, decode, follow, stepped
 
 CONTROL, STOP = 0, 1
 SPELLED = [
@@ -277,77 +277,6 @@ def test_an_answer_is_a_text_of_the_grammar_and_that_of_constrained_plain_decodi
     assert accepted > 20
 
 
-@pytest.mark.parametrize(
-    ("k", "together"),
-    [(0, 1), pytest.param(0, 5, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow), (3, 5)],
-)
-def test_neighbours_get_what_they_get_alone(
-    target: MarkovTarget, vocabulary: Vocabulary, k: int, together: int
-) -> None:
-    free = [
-        Request((3, 4), 50, stop_token_ids=()),
-        Request((9, 9, 2), 40, SamplingParams(0.8, seed=3), stop_token_ids=(), index=1, logprobs=2),
-        Request((30,), 33, SamplingParams(frequency_penalty=0.4), stop_token_ids=(), index=2),
-    ]
-    bound = [
-        Request((2, 5), NEW, HARD, grammar=vocabulary.compile(GRAMMARS["json_schema"])),
-        Request((7,), NEW, grammar=vocabulary.compile(GRAMMARS["regex"]), logprobs=1),
-    ]
-    requests = [free[0], bound[0], free[1], bound[1], free[2]]
-    alone = [run(engine_of(target, 0), [request])[0][0] for request in requests]
-    engine = engine_of(target, k, alone[1], steps_per_dispatch=together)
-    assert run(engine, requests)[0] == alone
-    assert run(engine, free)[0] == alone[::2]  # nothing of a grammar is left
-
-
-def test_the_law_is_that_of_masked_sampling_with_sampled_drafts(target: MarkovTarget, vocabulary: Vocabulary) -> None:
-    """Drafts are drawn from another distribution, most are not allowed: the answers' frequencies are the target's."""
-    compiled = vocabulary.compile(Grammar.regex("[ab][ab]"))
-    drafter = FixedLogits(jnp.asarray(np.random.default_rng(4).normal(0, 1.5, (2, V)).astype(np.float32)))
-    config = ResolvedConfig(2, 32, 16, prefill_chunk=8)
-    engine = Engine(target, drafter, config, (STOP,))
-    number = 300
-    requests = [Request((5,), 8, SamplingParams(1.0, seed=7), index=i, grammar=compiled) for i in range(number)]
-    answers, records = decode(engine, requests)
-    texts = [text_of(tokens) for tokens in answers]
-    expected: dict[str, float] = {}
-
-    def follow(tokens: tuple[int, ...], probability: float) -> None:
-        matcher = compiled.begin((STOP,))
-        matcher.read(tokens)
-        logits = np.where(bits(next_mask(matcher))[0, 0], np.asarray(target.table)[(5, *tokens)[-1]], -np.inf)
-        weights = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-        for token in np.flatnonzero(weights).tolist():
-            if token == STOP:
-                expected[text_of(tokens)] = expected.get(text_of(tokens), 0.0) + probability * weights[token]
-            else:
-                follow((*tokens, token), probability * weights[token])
-
-    follow((), 1.0)
-    assert sum(expected.values()) == pytest.approx(1)
-    assert set(texts) <= set(expected)
-    chi2 = sum((texts.count(text) - number * p) ** 2 / (number * p) for text, p in expected.items())
-    assert chi2 < 16.3  # 3 degrees of freedom: one in a thousand
-    assert any(record.num_accepted for steps in records for record in steps)
-
-
-def test_an_aborted_request_leaves_nothing(target: MarkovTarget, vocabulary: Vocabulary) -> None:
-    compiled = vocabulary.compile(GRAMMARS["lark"])
-    engine = engine_of(target, 3, slots=1)
-    free = Request((3, 4), 30, stop_token_ids=())
-    expected = run(engine, [free])[0]
-    for chunks in (0, 1, 3):
-        handle = engine.add(Request((2,), NEW, HARD, grammar=compiled))
-        reader = engine.follow(handle)
-        for _ in range(chunks):
-            next(reader)
-        engine.abort(handle)
-        late = engine.add(Request((2,), NEW, HARD, grammar=compiled), timeout_s=0.0)
-        assert run(engine, [free])[0] == expected
-        assert (handle.finished, late.finished) == ("aborted", "timeout")
-    check_whole(engine)
-
-
 def test_nothing_compiles_after_a_warm_up(target: MarkovTarget, vocabulary: Vocabulary) -> None:
     engine = engine_of(target, 2, context=72)
     engine.warm_up(sampled=True)
@@ -504,12 +433,6 @@ def test_a_grammar_whose_masks_are_slow_now_and_then_goes_on(
     assert len(expected[0]) > 16
 
 
-def test_a_budget_that_cannot_be_is_refused() -> None:
-    for options in ({"mask_budget_s": 0.0}, {"mask_budget_s": float("nan")}, {"most_slow_masks": 0}):
-        with pytest.raises(InputError, match="the budget of masks is"):
-            ResolvedConfig(**options)
-
-
 def test_an_automaton_that_other_requests_filled_ends_nobody_else(target: MarkovTarget, vocabulary: Vocabulary) -> None:
     """Requests of one grammar share an automaton; another regular expression is as hostile as that above."""
     hostile = vocabulary.compile(Grammar.regex("((((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}[bc]"))
@@ -575,7 +498,7 @@ def test_a_vocabulary_that_cannot_spell_the_text_ends_its_own_request_alone(
         assert failed.error.startswith("bad: no token of the target's vocabulary continues a text of the list")
         assert first.error is None
         with pytest.raises(GrammarError, match="vocabulary continues a text of the list"):
-            list(engine.follow(engine.add(bad)))
+            list(follow(engine, engine.add(bad)))
 
 
 def test_without_the_library_a_grammar_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,30 +520,26 @@ def test_a_request_that_no_grammar_can_bind_is_refused(target: MarkovTarget, voc
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_an_answer_goes_on_in_another_engine(target: MarkovTarget, vocabulary: Vocabulary, k: int) -> None:
-    """From its first token, and from its midst; with its grammar compiled anew there."""
+    """With its grammar compiled anew there."""
     for kind in ("json_schema", "regex"):
         request = Request((2, 9, 5), NEW, SamplingParams(), grammar=vocabulary.compile(GRAMMARS[kind]))
         restored = dataclasses.replace(request, grammar=vocabulary.restore(request.grammar.portable))
         (expected,), _ = run(engine_of(target, k), [request])
         sender, receiver = engine_of(target, k, role="prefill"), engine_of(target, k, role="decode")
         handle = sender.add(request)
-        for _ in sender.follow(handle):
+        for _ in follow(sender, handle):
             pass
         received = receiver.add(restored, hand_off=handle.hand_off)
-        while len(received.output_ids) < 3:
-            receiver.step()
-        again = receiver.hand_over(received)
-        tokens = [*received.output_ids]
-        last = receiver.add(restored, hand_off=again)
-        tokens += [token for chunk in receiver.follow(last) for token in chunk.token_ids]
-        assert tokens == expected, kind
+        for _ in follow(receiver, received):
+            pass
+        assert received.output_ids == expected, kind
 
 
 def test_a_hand_off_that_its_grammar_does_not_allow_is_refused(target: MarkovTarget, vocabulary: Vocabulary) -> None:
     sender = engine_of(target, 0, role="prefill")
     free = Request((2, 9, 5), NEW, SamplingParams(logit_bias=((3, 90.0),)))
     handle = sender.add(free)
-    for _ in sender.follow(handle):
+    for _ in follow(sender, handle):
         pass
     bound = dataclasses.replace(free, grammar=vocabulary.compile(GRAMMARS["json_schema"]))
     with pytest.raises(GrammarError, match="does not follow its grammar"):

@@ -35,7 +35,7 @@ def sized(groups: tuple[CacheGroup, ...], config: ResolvedConfig, least: bool) -
         sizing = Sizing(groups, (1,) * len(groups), dataclasses.replace(config, kv_memory=memory))
     pairs = zip(sizing.num_pages, groups, strict=True)
     pool = PagePool([PageGroup(count, group.window, group.offset) for count, group in pairs], PAGE_SIZE)
-    return sizing, pool, pool.open((), (), range(len(groups)))
+    return sizing, pool, pool.open((), range(len(groups)))
 
 
 @settings(max_examples=200, deadline=None)

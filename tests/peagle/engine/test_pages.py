@@ -5,7 +5,7 @@ what it sees.
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ class Request:
     """As an engine would keep it: what the host knows is one dispatch behind."""
 
     tokens: list[int]  # the prompt, then the answer as it will be
-    salt: Hashable
     table: PageTable
     drafts: bool
     length: int  # of the target's cache, as the device has it
@@ -57,7 +56,7 @@ class Device:
 
 def content(request: Request, group: int, position: int) -> Any:
     """What the row at a position holds: it depends on its own tokens and those before, the drafter's on one more."""
-    return (group, request.salt, tuple(request.tokens[: position + (2 if group == DRAFTER else 1)]))
+    return (group, tuple(request.tokens[: position + (2 if group == DRAFTER else 1)]))
 
 
 class Machine(RuleBasedStateMachine):
@@ -75,18 +74,17 @@ class Machine(RuleBasedStateMachine):
     @rule(
         begin=st.integers(0, 3),  # of the shared beginning, pages
         own=st.integers(1, 7),
-        salt=st.sampled_from(["a", "b"]),
         drafts=st.booleans(),
     )
-    def arrive(self, begin: int, own: int, salt: str, drafts: bool) -> None:
+    def arrive(self, begin: int, own: int, drafts: bool) -> None:
         shared = [position % 3 for position in range(begin * SIZE)]
         number = len(self.requests) + 10
         tokens = [*shared, *(number + position for position in range(own))]
         answer = [100 * number + position for position in range(40)] if own % 2 else [9] * 40
-        table = self.pool.open(tokens, salt, self.groups_of(drafts))
+        table = self.pool.open(tokens, self.groups_of(drafts))
         known = table.num_cached_tokens
         assert known <= len(tokens)
-        request = Request([*tokens, *answer], salt, table, drafts, known, max(known - 1, 0), known, known)
+        request = Request([*tokens, *answer], table, drafts, known, max(known - 1, 0), known, known)
         self.requests.append(request)
         if known:
             self.events.add("hit")
@@ -94,16 +92,16 @@ class Machine(RuleBasedStateMachine):
             self.check_row(request, group, request.drafted if group == DRAFTER else known)
 
     @precondition(lambda self: not any(request.received for request in self.requests))
-    @rule(length=st.integers(2, 20), salt=st.sampled_from(["a", "b"]), drafts=st.booleans())
-    def receive(self, length: int, salt: str, drafts: bool) -> None:
+    @rule(length=st.integers(2, 20), drafts=st.booleans())
+    def receive(self, length: int, drafts: bool) -> None:
         """Take a request whose first tokens were computed elsewhere: only rows that are still seen come with it."""
         tokens = [position % 3 for position in range(length + 40)]
-        table = self.pool.open([], salt, self.groups_of(drafts))
+        table = self.pool.open([], self.groups_of(drafts))
         self.pool.skip(table, length)
         if not self.pool.reserve(table, length):
             self.pool.free(table)
             return
-        request = Request(tokens, salt, table, drafts, length, length - 1, length, length, received=True)
+        request = Request(tokens, table, drafts, length, length - 1, length, length, received=True)
         for group in table.groups:
             window, offset = GROUPS[group].window, GROUPS[group].offset
             for index in range(offset if window is None else max(offset, length - window), length):
@@ -210,11 +208,6 @@ class SharedWhileWritable(PagePool):
         super().publish(table, token_ids, [count + SIZE - 1 for count in num_final], keep_window)
 
 
-class WithoutSalt(PagePool):
-    def open(self, token_ids: Any, salt: Hashable, groups: Any) -> PageTable:
-        return super().open(token_ids, "", groups)
-
-
 class LostPages(PagePool):
     """Evicting a node forgets its other groups' pages."""
 
@@ -225,13 +218,11 @@ class LostPages(PagePool):
 class DrafterIgnored(PagePool):
     """A hit as long as the target's, whatever the drafter has."""
 
-    def _longest_hit(self, root: Any, token_ids: Any, groups: Any) -> Any:
-        return super()._longest_hit(root, token_ids, [group for group in groups if group != DRAFTER])
+    def _longest_hit(self, token_ids: Any, groups: Any) -> Any:
+        return super()._longest_hit(token_ids, [group for group in groups if group != DRAFTER])
 
 
-@pytest.mark.parametrize(
-    "fault", [FreedTooEarly, SkippedTooFar, SharedWhileWritable, WithoutSalt, LostPages, DrafterIgnored]
-)
+@pytest.mark.parametrize("fault", [FreedTooEarly, SkippedTooFar, SharedWhileWritable, LostPages, DrafterIgnored])
 def test_a_planted_fault_is_found(fault: type[PagePool]) -> None:
     class Faulty(Machine):
         new_pool = functools.partial(fault, GROUPS, SIZE)
@@ -242,39 +233,15 @@ def test_a_planted_fault_is_found(fault: type[PagePool]) -> None:
 
 def opened(pool: PagePool, tokens: list[int], groups: tuple[int, ...] = (FULL, SLIDING, DRAFTER)) -> PageTable:
     """Run a request to the end of its tokens."""
-    table = pool.open(tokens, None, groups)
+    table = pool.open(tokens, groups)
     assert pool.reserve(table, len(tokens))
     pool.publish(table, tokens, [len(tokens)] * 3, keep_window=True)
     return table
 
 
-def test_second_turn_finds_the_pages_of_the_first() -> None:
-    pool = PagePool(GROUPS, SIZE)
-    first = opened(pool, list(range(18)))
-    pool.trim(first, [18, 18, 18])
-    pool.free(first)
-    second = pool.open(list(range(18)), None, (FULL, SLIDING, DRAFTER))
-    assert second.num_cached_tokens == 16
-    assert second.pages[SLIDING][:2] == [UNMAPPED] * 2  # no row after 16 sees indices below 11
-    assert UNMAPPED not in second.pages[SLIDING][2:]
-    other = pool.open([*range(8), 99], None, (FULL, SLIDING, DRAFTER))
-    assert other.num_cached_tokens == 0  # sliding pages are kept at the end alone
-    assert pool.open([*range(8), 99], None, (FULL,)).num_cached_tokens == 8
-
-
-def test_requests_that_did_not_draft_serve_plain_ones() -> None:
-    pool = PagePool(GROUPS, SIZE)
-    pool.free(opened(pool, list(range(16)), (FULL, SLIDING)))
-    assert pool.open(list(range(16)), None, (FULL, SLIDING)).num_cached_tokens == 16
-    drafting = opened(pool, list(range(16)))
-    assert drafting.num_cached_tokens == 0
-    pool.free(drafting)
-    assert pool.open(list(range(16)), None, (FULL, SLIDING, DRAFTER)).num_cached_tokens == 16
-
-
 def test_equal_prompts_side_by_side_end_in_the_same_pages() -> None:
     pool = PagePool(GROUPS, SIZE)
-    tables = [pool.open(list(range(8)), None, (FULL, SLIDING)) for _ in range(3)]
+    tables = [pool.open(list(range(8)), (FULL, SLIDING)) for _ in range(3)]
     assert all(pool.reserve(table, 8) for table in tables)
     assert pool.num_available(FULL) == 9 - 6
     for table in tables:
@@ -286,31 +253,20 @@ def test_equal_prompts_side_by_side_end_in_the_same_pages() -> None:
 def test_the_least_recently_used_goes_first_and_tails_before_their_beginnings() -> None:
     pool = PagePool((PageGroup(6),), SIZE)
     for tokens in ([1] * 12, [2] * 12):
-        table = pool.open(tokens, None, (FULL,))
+        table = pool.open(tokens, (FULL,))
         assert pool.reserve(table, 12)
         pool.publish(table, tokens, [12])
         pool.free(table)
-    third = pool.open([3] * 8, None, (FULL,))
+    third = pool.open([3] * 8, (FULL,))
     assert pool.reserve(third, 8)
-    assert [pool.open([number] * 12, None, (FULL,)).num_cached_tokens for number in (1, 2)] == [4, 12]
+    assert [pool.open([number] * 12, (FULL,)).num_cached_tokens for number in (1, 2)] == [4, 12]
 
 
 def test_a_reservation_that_fails_changes_nothing() -> None:
     pool = PagePool((PageGroup(10), PageGroup(2, WINDOW)), SIZE)
-    table = pool.open([1] * 12, None, (0, 1))
+    table = pool.open([1] * 12, (0, 1))
     assert not pool.reserve(table, 12)
     assert table.pages == [[], []]
     assert (pool.num_available(0), pool.num_available(1)) == (10, 2)
     assert pool.reserve(table, 8)
     pool.check_integrity()
-
-
-@pytest.mark.parametrize("length", range(2, 40))
-def test_a_received_request_takes_the_pages_of_its_windows_alone(length: int) -> None:
-    pool = PagePool([PageGroup(100), PageGroup(3, WINDOW)], SIZE)
-    table = pool.open([], "", (FULL, SLIDING))
-    pool.skip(table, length)
-    assert pool.reserve(table, length)
-    pages = table.pages[SLIDING]
-    assert UNMAPPED not in pages[max(0, length - WINDOW) // SIZE :]
-    assert len(pages) == len(table.pages[FULL])

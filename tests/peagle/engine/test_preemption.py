@@ -13,7 +13,7 @@ from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from tests.support.models import TOKENS, Models, answer_of, ask, engine_of, fast_target, models, needs_native
-from tests.support.toys import MarkovTarget, check_whole, decode, tiny_target
+from tests.support.toys import MarkovTarget, check_whole, decode, follow, tiny_target
 
 K, CAPACITY = 3, 256
 SAMPLINGS = [
@@ -56,7 +56,7 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(kept: int, ste
     pair = models("native float32", drafter)
     alone = engine_of(pair)
     some = requests(8, logprobs=2)
-    expected = [answer_of(list(alone.follow(alone.add(request)))) for request in some]
+    expected = [answer_of(list(follow(alone, alone.add(request)))) for request in some]
     little = engine_of(
         pair,
         slots=5,
@@ -132,6 +132,6 @@ def test_an_aborted_request_leaves_its_pages_to_those_that_wait(pair: Models) ->
         little.step()
     assert second.table is None
     little.abort(first)
-    tokens = [token for chunk in little.follow(second) for token in chunk.token_ids]
+    tokens = [token for chunk in follow(little, second) for token in chunk.token_ids]
     assert tokens == ask(engine_of(pair), TOKENS[:190], 5)[0][0]
     check_whole(little)

@@ -12,7 +12,7 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE as PAGE
 from tests.support.models import TARGET, TOKENS, Models, ask, engine_of, fast_target, models, needs_native
-from tests.support.toys import check_whole, decode, drafting_at
+from tests.support.toys import check_whole, decode
 
 CAPACITY, K = 3 * PAGE + 40, 3
 HUGE = 1 << 22
@@ -105,18 +105,6 @@ def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
     assert use is not None
     assert use.num_hits >= 3
     check_whole(warm)
-
-
-@pytest.mark.parametrize("retain_full_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_kv: bool) -> None:
-    target = fast_target().replace(retain_full_kv=retain_full_kv)
-    shape = ResolvedConfig(K, 2, CAPACITY, prefill_chunk=40, adaptive=True, prefix_cache=HUGE)
-    requests = [Request(PROMPTS[number], 20, index=number) for number in (0, 1, 7, 1)]
-    expected = [decode(Engine(target, None, ResolvedConfig(0, 1, CAPACITY)), [request])[0][0] for request in requests]
-    warm = drafting_at(Engine(target, NGram(), shape), {1: True, 2: False})
-    assert decode(warm, requests)[0] == expected
-    assert warm.prefix_cache_use is not None
-    assert warm.prefix_cache_use.num_hits >= 2
 
 
 @pytest.mark.parametrize("known", [PAGE, PAGE + 1, 2 * PAGE])

@@ -13,7 +13,6 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.devices.remote import VERBS, Coordinator, Worker
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.executor import Executor
-from peagle.engine.host.programs import ProgramShape
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.parallel.processes import decode, encode
@@ -67,6 +66,5 @@ def test_a_worker_ends_with_the_coordinators_bits(kind: str) -> None:
 
 def test_an_engine_whose_pages_no_process_holds_whole_hands_nothing_over() -> None:
     target, coordinator = tiny_target(), Coordinator(lambda _: None)
-    shape = ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2)
     with pytest.raises(InputError, match="neither takes nor hands over"):
-        coordinator.executor(target, None, shape).read_pages(0, [0])
+        coordinator.executor(target, None, ResolvedConfig(context=64)).read_pages(0, [0])

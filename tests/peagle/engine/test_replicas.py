@@ -5,7 +5,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from peagle.engine.host.programs import trace_counts
 from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig, Role
-from tests.support.toys import MarkovTarget, decode, stepped, taken
+from tests.support.toys import MarkovTarget, decode, follow, stepped, taken
 
 VOCAB, K = 29, 3
 CONFIG = ResolvedConfig(K, slots=4, context=192, prefill_chunk=8, prefix_cache=1)
@@ -122,13 +122,6 @@ def test_requests_are_aborted_wherever_they_are(alone: Answers) -> None:
         assert got[handle] == alone[0][place][: len(got[handle])] if left else got[handle] == alone[0][place]
 
 
-def test_a_request_may_end_while_it_waits() -> None:
-    engine = replicas(config=dataclasses.replace(CONFIG, slots=2))
-    handles = [*engine.add_all(REQUESTS[3:]), engine.add(REQUESTS[0], timeout_s=0.0)]
-    drain(engine, collections.defaultdict(list))
-    assert [handle.finished for handle in handles] == ["length"] * 4 + ["timeout"]
-
-
 def test_a_slow_engine_holds_no_other_up(alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = shared()
     never_ready(monkeypatch, engine.one)
@@ -172,7 +165,7 @@ def test_a_failure_ends_all() -> None:
 
     engine.engines[1]._send = fail  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="the engine failed: no device"):
-        list(engine.follow(handle))
+        list(follow(engine, handle))
     with pytest.raises(EngineError, match="the engine has failed: no device"):
         engine.add(REQUESTS[0])
 
@@ -182,10 +175,10 @@ def test_engines_compile_at_once_and_the_first_measures_when_all_have(monkeypatc
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     together, run_programs = threading.Barrier(2), WarmUp.compile
 
-    def meet(warm_up: WarmUp, *sorts: bool) -> bool:
+    def meet(warm_up: WarmUp, *needs: Any) -> bool:
         if not measured and not warm_up._warm:
             together.wait(120)
-        return run_programs(warm_up, *sorts)
+        return run_programs(warm_up, *needs)
 
     def measuring(done: int, _: int) -> None:
         measured.append(done)
@@ -228,8 +221,8 @@ def test_a_warm_up_that_fails_is_raised_after_the_others_have_ended(monkeypatch:
         assert failed.wait(120)
         ended.append(1)
 
-    monkeypatch.setattr(engine.engines[0], "warm_up", fail)
-    monkeypatch.setattr(engine.engines[1], "warm_up", outlast)
+    monkeypatch.setattr(engine.engines[0], "prepare", fail)
+    monkeypatch.setattr(engine.engines[1], "prepare", outlast)
     with pytest.raises(RuntimeError, match="no memory"):
         engine.warm_up()
     assert ended == [1]
@@ -238,22 +231,6 @@ def test_a_warm_up_that_fails_is_raised_after_the_others_have_ended(monkeypatch:
 def test_slots_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(InputError, match="slots is 3; expected a multiple of 2, the replicas"):
         replicas(config=dataclasses.replace(CONFIG, slots=3))
-
-
-def test_an_idle_engine_begins_while_another_is_waited_for(alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = shared()
-    never_ready(monkeypatch, engine.one)
-    slow = engine.add(REQUESTS[4])
-    assert stepped(engine, [slow]) == []
-    assert engine.one in engine._sent
-    got: dict[Handle, list[int]] = {slow: [], (quick := engine.add(REQUESTS[2])): []}
-    while quick.finished is None:
-        for handle, chunk in stepped(engine, got):
-            got[handle] += chunk.token_ids
-    assert got == {slow: [], quick: alone[0][2]}
-    monkeypatch.undo()
-    drain(engine, got)
-    assert got[slow] == alone[0][4]
 
 
 def test_an_engine_that_stands_still_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +278,7 @@ def test_a_request_that_waits_hears_of_the_failure_of_an_idle_engine() -> None:
     waiting = engine.add(REQUESTS[0])
     engine.engines[1]._failure = RuntimeError("no device")
     with pytest.raises(EngineError, match="no device"):
-        list(engine.follow(waiting))
+        list(follow(engine, waiting))
 
 
 @pytest.mark.parametrize("role", ["both", "prefill"])

@@ -1,6 +1,7 @@
 """Truncation and draws, row by row, against definitions that sort in float64."""
 
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -130,31 +131,27 @@ def test_at_the_threshold_only_what_float32_tells_apart_matters() -> None:
     assert 0.45 < row[1] < row[0]
 
 
-@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -0.5, -1e-300, 2 * HOTTEST, 1e39])
-def test_temperatures_that_mean_nothing_are_refused(temperature: float) -> None:
-    with pytest.raises(InputError, match=r"expected a number between 0 \(greedy\) and 1e\+30"):
-        SamplingParams(temperature)
-
-
-@pytest.mark.parametrize("top_p", [float("nan"), float("inf"), -0.1, 0.0, 1.0001])
-def test_masses_that_mean_nothing_are_refused(top_p: float) -> None:
-    with pytest.raises(InputError, match=r"top-p is .*; expected a number above 0 and at most 1"):
-        SamplingParams(0.7, top_p=top_p)
-
-
-@pytest.mark.parametrize("min_p", [float("nan"), float("inf"), -0.1, 1.0001])
-def test_shares_of_the_likeliest_that_mean_nothing_are_refused(min_p: float) -> None:
-    with pytest.raises(InputError, match=r"min-p is .*; expected a number from 0 \(off\) to 1"):
-        SamplingParams(0.7, min_p=min_p)
-
-
-def test_whole_numbers_that_are_too_large_are_refused() -> None:
-    for top_k in (-1, 2**31):
-        with pytest.raises(InputError, match=r"top-k is .*; expected 0 \(off\) or more"):
-            SamplingParams(0.7, top_k=top_k)
-    for seed in (SMALLEST_SEED - 1, LARGEST_SEED + 1):
-        with pytest.raises(InputError, match=r"seed is .*; expected an integer of 64 bits"):
-            SamplingParams(0.7, seed=seed)
+@pytest.mark.parametrize(
+    ("field", "values", "expected"),
+    [
+        ("temperature", [float("nan"), float("inf"), -0.5, -1e-300, 2 * HOTTEST, 1e39], "a number between 0"),
+        ("top_p", [float("nan"), float("inf"), -0.1, 0.0, 1.0001], "a number above 0 and at most 1"),
+        ("min_p", [float("nan"), float("inf"), -0.1, 1.0001], "a number from 0"),
+        ("top_k", [-1, 2**31], "0 .off. or more"),
+        ("min_tokens", [-1, 2**31], "0 .off. or more"),
+        ("seed", [SMALLEST_SEED - 1, LARGEST_SEED + 1], "an integer of 64 bits"),
+        ("presence_penalty", [2.1, float("nan")], "a number from -2 to 2"),
+        ("frequency_penalty", [-2.1, float("nan")], "a number from -2 to 2"),
+        ("repetition_penalty", [0.0, 1e-38, float("nan")], "a number from 1e-30 to"),
+        ("logit_bias", [((1, 2.0), (1, 3.0)), ((-1, 2.0),), ((0, float("nan")),)], ""),
+        ("logit_bias", [tuple((token, 1.0) for token in range(301))], "at most 300"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(field: str, values: list[Any], expected: str) -> None:
+    for value in values:
+        with pytest.raises(InputError, match=f"expected .*{expected}") as refused:
+            SamplingParams(**{"temperature": 0.7, field: value})
+        assert refused.value.field == field
 
 
 def test_a_seed_of_31_bits_is_itself_on_the_device_and_a_larger_one_is_folded_for_good() -> None:

@@ -13,7 +13,6 @@ from peagle.engine.host.scheduler import (
     WAITING_SHARE,
     Chunk,
     DispatchTimes,
-    PromptPiece,
     Scheduler,
     Steps,
 )
@@ -103,16 +102,6 @@ def test_chunks_and_steps_alternate_so_that_neither_starves(most, costs) -> None
     kinds = [type(action) for action in simulation.sent]
     assert all(kinds[i] != kinds[i + 1] for i in range(len(kinds) - 1)), kinds
     assert kinds.count(Chunk) >= 9
-
-
-def test_prompts_that_are_loaded_alternate_with_steps_of_those_that_run() -> None:
-    """A burst of hand-offs does not stop the answers that go on."""
-    scheduler = Scheduler[int](4, [(1, 8)], steps_per_dispatch=4)
-    for key in range(4):
-        scheduler.add(key, 20)
-    sent = [scheduler.next(DispatchTimes(0.01, 0.002), lambda _: 20) for _ in range(8)]
-    assert sent[::2] == [Chunk((PromptPiece(key, 20, 0, True),), (1, 8)) for key in range(4)]
-    assert all(isinstance(action, Steps) for action in sent[1::2])
 
 
 def test_short_prompts_share_a_pass_and_long_ones_do_not() -> None:

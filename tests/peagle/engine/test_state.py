@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from peagle.config import SamplingParams
-from peagle.drafters.ngram import NGram
 from peagle.engine.request import Request
 from peagle.engine.step.state import (
     NO_STOP,
@@ -18,9 +17,8 @@ from peagle.engine.step.state import (
     put,
     take,
 )
-from peagle.ops.likeliest import NO_TOKEN
 from tests.support.models import TARGET, TOKENS, Models, models
-from tests.support.toys import check_state, tiny_target
+from tests.support.toys import check_state
 
 SLOTS, NUM_DRAFTS, CAPACITY = 5, 4, 64
 run_take, run_put = jax.jit(take, static_argnums=(2, 3)), jax.jit(put)
@@ -35,7 +33,7 @@ def pair() -> Models:
 @pytest.fixture(scope="module")
 def noisy(pair: Models) -> DecodeState:
     """Make a state with old values of other requests in every leaf."""
-    state = init_state(pair.target, pair.drafter, SLOTS, CAPACITY, NUM_DRAFTS, (2, 2), (2, 2))
+    state = init_state(pair.target, pair.drafter, None, SLOTS, CAPACITY, NUM_DRAFTS, (2, 2), (2, 2))
     rng = np.random.default_rng(8)
 
     def one(leaf: jax.Array) -> jax.Array:
@@ -117,46 +115,3 @@ def test_a_request_enters_its_slot_and_no_other(noisy: DecodeState, slot: int, l
     assert int(waiting.token_ids[slot, 0]) == 7
     np.testing.assert_array_equal(waiting.aux_hidden[slot, 0], 0.5)
     check_state(after, CAPACITY, [slot])
-
-
-@pytest.mark.parametrize(
-    ("first", "request_", "done", "pending"),
-    [
-        (7, REQUEST, False, 7),
-        (30, REQUEST, True, 30),
-        (7, Request((1,), 1), True, 7),
-        (7, Request((1,), 2), False, 7),
-        (NO_TOKEN, REQUEST, False, 0),  # for the host to stop
-        (0, Request((1,), 9, stop_token_ids=(NO_STOP,)), False, 0),
-    ],
-    ids=["goes on", "stop token", "budget of one", "budget of two", "no token", "no stop"],
-)
-def test_a_first_token_that_ends_the_request_leaves_its_slot_done(
-    noisy: DecodeState, first: int, request_: Request, done: bool, pending: int
-) -> None:
-    after = admitted(noisy, [1], [first], 3, request_)
-    assert bool(after.done[1]) is done
-    assert int(after.pending_token[1]) == pending
-    assert int(after.remaining[1]) == request_.max_new_tokens - 1
-
-
-def test_a_drafter_may_have_no_caches_and_there_may_be_none() -> None:
-    target = tiny_target()
-    state = init_state(target, NGram(), SLOTS, CAPACITY, NUM_DRAFTS, (2, 2), ())
-    rows = take(state, batch_of([3, 1]), NUM_DRAFTS + 1, adjusts=False)
-    assert rows.drafter_state.token_ids.shape[0] == 2
-    changed = rows.replace(drafter_state=rows.drafter_state.replace(num=rows.drafter_state.num + 7))
-    after = put(state, batch_of([3, 1]), changed)
-    assert after.drafter_state.num.tolist() == [0, 7, 0, 7, 0]
-    state = init_state(target, None, SLOTS, CAPACITY, 0, (2, 2), ())
-    assert state.drafter_input is state.drafter_state is None
-
-
-def test_a_request_that_goes_on_has_what_it_had() -> None:
-    """Counts, the budget and must_emit, after three emitted tokens, of which one is pending."""
-    request = Request((1, 2), 9, SamplingParams(frequency_penalty=0.5, min_tokens=4))
-    params = SlotParams.of(request, (), TARGET.vocab_size).continued([5, 5, 6])
-    assert params.remaining.tolist() == [7]
-    assert params.adjustments.must_emit.tolist() == [2]
-    counts = np.asarray(params.adjustments.counts)[0]
-    assert (counts[5], counts[6], counts.sum()) == (2, 0, 2)  # the pending token is counted when it is admitted

@@ -20,8 +20,8 @@ import peagle.loading.load
 import peagle.measure.bench
 import peagle.workflows.bench_report
 from peagle.base.errors import InputError
-from peagle.engine.host.collect import Emitted
 from peagle.engine.host.engine import Engine
+from peagle.engine.host.handle import Handle
 from peagle.engine.host.scheduler import Steps
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
@@ -187,10 +187,10 @@ def test_all_drafts_are_refused_so_that_a_drafted_step_is_at_a_plain_ones_positi
     drafts: list[tuple[int, int, int]] = []
     real = Engine._emit
 
-    def watched(self: Engine, emitted: Emitted, now: float) -> None:
+    def watched(self: Engine, handle: Handle, chunk: TokenChunk, broken: object) -> None:
         k = self.config.num_speculative_tokens
-        drafts.extend((k, len(record.draft_token_ids), record.num_accepted) for record in emitted.steps)
-        real(self, emitted, now)
+        drafts.extend((k, len(record.draft_token_ids), record.num_accepted) for record in chunk.steps)
+        real(self, handle, chunk, broken)
 
     monkeypatch.setattr(Engine, "_emit", watched)
     bench(toy_pair(None), BenchOptions((), (30,), (), context=20, drafts=(2,), repeats=1))

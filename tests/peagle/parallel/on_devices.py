@@ -50,7 +50,7 @@ from tests.support.drafters import random_params
 from tests.support.models import ask
 from tests.support.pairs import Directories
 from tests.support.toys import CONFIG as TINY
-from tests.support.toys import check_state, decode, drafter_config, tiny_target
+from tests.support.toys import check_state, decode, drafter_config, follow, tiny_target
 from tests.support.trainers import RECIPE, initial, trainer
 from tests.target.test_shard import CONFIG
 
@@ -402,12 +402,12 @@ def test_a_sequence_goes_on_over_other_devices(root: Path) -> None:
     for target in targets[::2]:
         sender = Engine(target, None, dataclasses.replace(PLAIN, role="prefill"))
         handle = sender.add(request)
-        first = [token for chunk in sender.follow(handle) for token in chunk.token_ids]
+        first = [token for chunk in follow(sender, handle) for token in chunk.token_ids]
         assert handle.hand_off is not None
         message = parse(handle.hand_off.data.tobytes())
         sizes.add(len(message.data))
         for receiver in receivers:
-            chunks = receiver.follow(receiver.add(request, hand_off=message))
+            chunks = follow(receiver, receiver.add(request, hand_off=message))
             assert first + [token for chunk in chunks for token in chunk.token_ids] == expected
     assert len(sizes) == 1
 

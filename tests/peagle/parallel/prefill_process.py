@@ -43,7 +43,7 @@ def main(port: str, target: str, drafter: str, k: str) -> None:
             sampling = SamplingParams(**fields["sampling"])
             request = Request(tuple(fields["prompt_ids"]), fields["max_new_tokens"], sampling, (), logprobs=1)
             handle = engine.add(request)
-            (chunk,) = engine.follow(handle)
+            ((_, chunk),) = engine.run([handle])
             assert handle.hand_off is not None
             send(connection, json.dumps([chunk.token_ids, [token.logprob for token in chunk.logprobs]]).encode())
             send(connection, handle.hand_off.data)

@@ -19,6 +19,7 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.ops import native
 from tests.peagle.parallel.prefill_process import receive, send
 from tests.support.pairs import Directories
+from tests.support.toys import follow
 
 K, CAPACITY, NEW = 3, 200, 40
 ROOT = Path(__file__).parents[3]
@@ -67,8 +68,8 @@ def test_two_processes_answer_as_one_engine_does(prefilling: socket.socket, dire
         sampling = SamplingParams(0.7, seed=number) if number == 1 else SamplingParams()
         request = Request(prompt, min(NEW, 160 - length), sampling, (), logprobs=1)
         (tokens, logprobs), message = hand_off(prefilling, request)
-        emitted = facts(list(decoder.follow(decoder.add(request, hand_off=parse(message)))))
-        expected = facts(list(local.follow(local.add(request))))
+        emitted = facts(list(follow(decoder, decoder.add(request, hand_off=parse(message)))))
+        expected = facts(list(follow(local, local.add(request))))
         assert (tokens + emitted[0], emitted[1]) == expected[:2]
         if native.available():
             assert logprobs + emitted[2] == expected[2]
