@@ -12,7 +12,7 @@ import itertools
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from peagle.base.errors import InputError
 from peagle.base.flag import (
@@ -27,7 +27,7 @@ from peagle.base.flag import (
     check_type,
     layers_reader,
 )
-from peagle.base.sizes import PrefixCacheSize, parse_size
+from peagle.base.sizes import parse_size
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or unsigned, as OpenAI and vLLM take them
 MOST_BIASES = 300  # per slot; the limit of OpenAI's API
@@ -46,6 +46,7 @@ DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
 KernelsChoice = Literal["auto", "native", "xla"]
 Reduction = Literal["ordered", "psum"]
+PrefixCacheSize: TypeAlias = int | Literal["on", "off"]  # bytes; on: `peagle.Pair.engine_config` chooses them
 
 
 def read_bias(typed: str) -> tuple[int, float]:

@@ -118,103 +118,27 @@ def test_every_file_keeps_the_order() -> None:
     assert not found, "\n".join(found)
 
 
+# one line for each way to import, and for each rule beside `ROOMS`
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("peagle/base/errors.py", "from peagle.ops import mask"),
         ("peagle/ops/norm.py", "import target.config"),
         ("peagle/ops/norm.py", "from peagle import protocols"),
         ("peagle/ops/norm.py", "from ..engine.request import Request"),
-        ("target/model.py", "from drafter import params"),
         ("target/model.py", "def f():\n    from peagle.engine.request import Request"),
-        ("target/model.py", "from peagle import protocols"),
-        ("drafter/propose.py", "from peagle.protocols import Drafter"),
-        ("drafter/model.py", "import target"),
-        ("drafter/model.py", "from drafter.train import loop"),
         ("drafter/model.py", "from .train import loop"),
-        ("drafter/train/loop.py", "from peagle.engine.host.engine import Engine"),
-        ("peagle/protocols.py", "from peagle.engine.step.state import Prefix"),
-        ("peagle/engine/host/engine.py", "from target.model import GptOss"),
         ("peagle/engine/host/engine.py", "import importlib\nimportlib.import_module('drafter.model')"),
         ("peagle/engine/host/engine.py", "from peagle.cli import main"),
-        ("peagle/engine/host/engine.py", "from peagle.loading.load import load"),
-        ("peagle/engine/host/engine.py", "from peagle.answers.result import Result"),
-        ("peagle/engine/host/engine.py", "from ..text.tokenizer import Tokenizer"),
-        ("peagle/engine/auto/choose.py", "from peagle.engine.request import Request"),
         ("peagle/engine/step/step.py", "from peagle.engine.memory.pages import PagePool"),
-        ("peagle/engine/memory/kv_memory.py", "from peagle.engine.host.handle import Handle"),
-        ("peagle/engine/host/engine.py", "from peagle.engine.devices.replicas import Replicas"),
-        ("peagle/engine/step/step.py", "def f():\n    from peagle.drafters.ngram import NGram"),
-        ("peagle/drafters/ngram.py", "from peagle.engine.request import Request"),
-        ("peagle/drafters/ngram.py", "from drafter.propose import PEagle"),
-        ("peagle/text/tokenizer.py", "from peagle.engine.request import Request"),
-        ("peagle/answers/result.py", "from peagle.pair import Pair"),
-        ("peagle/pair.py", "from peagle.loading.load import load"),
-        ("peagle/pair.py", "from target.model import GptOss"),
-        ("peagle/measure/bench.py", "from target.model import GptOss"),
-        ("peagle/measure/bench.py", "from peagle.workflows.run import run"),
-        ("peagle/parallel/mesh.py", "from target.shard import Part"),
-        ("peagle/engine/host/engine.py", "from peagle.parallel.mesh import Sharded"),
-        ("peagle/loading/load.py", "from peagle.workflows.run import run"),
         ("peagle/loading/load.py", "from drafter.train.shards import read_shard"),
         ("peagle/__init__.py", "from target.model import GptOss"),
-        ("peagle/workflows/run.py", "from peagle.cli import main"),
-        ("peagle/cli.py", "from scripts import sweep_acceptance"),
         ("peagle/cli.py", "import tests.conftest"),
-        ("peagle/serve/app.py", "from peagle.cli.serve import Serve"),
-        ("peagle/serve/app.py", "from peagle.loading.load import load"),
-        ("peagle/serve/app.py", "from peagle.workflows.run import run"),
-        ("peagle/workflows/run.py", "from peagle.serve.engine_loop import EngineLoop"),
-        ("peagle/measure/bench.py", "from peagle.serve.engine_loop import EngineLoop"),
-        ("peagle/serve/engine_loop.py", "from peagle.cluster.fleet import Fleet"),
         ("peagle/cluster/fleet.py", "import pickle"),
         ("target/load.py", "import torch.nn"),
-        ("target/load.py", "import pickle"),
     ],
 )
 def test_forbidden_import_is_reported(path: str, source: str) -> None:
     assert violations(Path(path), source)
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("peagle/ops/norm.py", "import jax\nfrom peagle.ops import mask"),
-        ("peagle/ops/expert_matmul/api.py", "from . import reference"),
-        ("target/model.py", "from peagle.ops.norm import rms_norm\nfrom .params import TargetParams"),
-        ("drafter/train/loop.py", "import optax\nfrom drafter.model import forward\nfrom . import loss"),
-        (
-            "peagle/engine/host/engine.py",
-            "from peagle.engine.step.step import step\nimport peagle.protocols",
-        ),
-        ("peagle/engine/host/programs.py", "from peagle.engine.step import prefill\nfrom peagle.ops import native"),
-        (
-            "peagle/drafters/ngram.py",
-            "from peagle.ops.messages import DraftOutput\nfrom peagle.protocols import Drafter",
-        ),
-        ("peagle/text/prompts.py", "from peagle.text.tokenizer import Tokenizer"),
-        (
-            "peagle/answers/result.py",
-            "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer",
-        ),
-        ("peagle/workflows/run.py", "from peagle.pair import Pair\nfrom target.model import GptOss"),
-        (
-            "peagle/serve/engine_loop.py",
-            "import peagle.engine.host.engine\nfrom peagle.answers.result import Result",
-        ),
-        (
-            "peagle/cluster/deployments.py",
-            "from peagle.loading.load import load\nfrom peagle.serve.app import create_app",
-        ),
-        ("peagle/cli/serve.py", "from peagle.serve.app import create_app"),
-        ("peagle/__init__.py", "from peagle.loading.load import load"),
-        ("peagle/loading/load.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),
-        ("peagle/cli.py", "from target.load import load_target\nimport drafter.train.loop, peagle.engine.host.engine"),
-        ("peagle/cli/speculate.py", "from target import load"),
-    ],
-)
-def test_allowed_import_is_not_reported(path: str, source: str) -> None:
-    assert not violations(Path(path), source)
 
 
 def test_a_script_that_is_run_as_a_file_needs_nothing_but_the_packages() -> None:

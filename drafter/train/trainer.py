@@ -43,7 +43,7 @@ from drafter.train.row_batches import RowBatch, RowBatches
 from drafter.train.step import AnyTeacher, Fixed, FrozenWeights, Record, State, devices_for, step_program, sums_program
 from peagle.base.errors import InputError
 from peagle.base.files import reason_of, write_text_whole
-from peagle.base.memory import format_size
+from peagle.base.sizes import format_size
 from peagle.base.strict_json import dumps
 
 NEWEST_KEPT = 2  # checkpoints, besides the best one

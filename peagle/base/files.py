@@ -13,6 +13,7 @@ from pathlib import Path
 import platformdirs
 
 from peagle.base.errors import InputError
+from peagle.base.sizes import format_size
 
 _TEMPORARY = ".peagle-", ".tmp"  # around a few letters, because the file's own name may have the greatest length
 # control characters, line breaks, lone surrogates (a file's name may hold bytes that are not UTF-8), noncharacters
@@ -75,8 +76,6 @@ def free_bytes(out: Path) -> int:
 
 def expect_room(out: Path, num_bytes: int, what: str) -> None:
     """Raise InputError if an output takes more room than there is, before the work for it. what: it takes the room."""
-    from peagle.base.memory import format_size  # imports JAX
-
     if num_bytes > (free := free_bytes(out)):
         raise InputError(
             f"{what} takes {format_size(num_bytes)} in {out}, which has room for {format_size(free)}; free some, or "

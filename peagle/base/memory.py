@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from peagle.base.errors import InputError
+from peagle.base.sizes import format_size
 
 ALIGNMENT = 64  # bytes; XLA on CPU reads such arrays in place
 
@@ -105,7 +106,6 @@ def share_of_mappings() -> float:
         return 0.0
 
 
-_UNITS = ((10**9, "GB", 2), (10**6, "MB", 1), (10**3, "kB", 1))  # with decimal places
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -122,17 +122,3 @@ def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
         raise InputError(
             f"out of memory: {parts}{whole} do not fit into the {format_size(available)} that are available; {todo}"
         )
-
-
-def format_size(size: int, at_least: bool = False) -> str:
-    """Format bytes with a decimal unit: 999 bytes, 1.0 kB, 2.3 MB, 19.00 GB.
-
-    at_least: round up, so that memory of the printed size is enough.
-    """
-    if size < 1e3:
-        return "1 byte" if size == 1 else f"{size} bytes"
-    unit, name, places = next(row for row in _UNITS if size >= row[0])
-    if at_least:
-        step = unit // 10**places
-        size = -(-size // step) * step
-    return f"{size / unit:,.{places}f} {name}"

@@ -218,7 +218,7 @@ def _unused(settings: Data) -> set[str]:
 
 def _notes(checked: CheckedData, settings: Data) -> Iterator[str]:
     """Say what the prompts are, and what their answers may take."""
-    from peagle.base.memory import format_size
+    from peagle.base.sizes import format_size
 
     num_prompts, num_recorded = len(checked.conversations), sum(row.num_left_out for row in checked.conversations)
     if num_recorded and settings.answers == "generated":

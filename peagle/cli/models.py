@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from peagle.base.memory import format_size
+from peagle.base.sizes import format_size
 from peagle.cli.command import changed_options, options_of
 from peagle.cli.display import Display
 from peagle.cli.output import say

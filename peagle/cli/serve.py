@@ -251,7 +251,7 @@ def _warm_up(pair: "Pair", engine: "AnyEngine", display: "Display") -> None:
 
 
 def _describe(pair: "Pair", engine: "AnyEngine", doing: str) -> list[str]:
-    from peagle.base.memory import format_size
+    from peagle.base.sizes import format_size
 
     config = engine.config
     pages, state, logits = engine.memory_bytes()

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 
 from peagle.base.checkpoint import fingerprint
 from peagle.base.errors import InputError, InputWarning, cannot_start
-from peagle.base.memory import format_size, refuse_too_large, tree_bytes
+from peagle.base.memory import refuse_too_large, tree_bytes
+from peagle.base.sizes import format_size
 from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK, DtypeName, ExpertsChoice, KernelsChoice, Reduction
 from peagle.engine.devices.remote import Coordinator
 from peagle.engine.host.handoff import Fingerprints

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from peagle.base.memory import format_size, tree_bytes
+from peagle.base.memory import tree_bytes
+from peagle.base.sizes import format_size
 from peagle.loading.load import local_model
 from peagle.measure import reports
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, WeightBytes

@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from peagle.base import interrupt
-from peagle.base.memory import available_memory_bytes, format_size
+from peagle.base.memory import available_memory_bytes
+from peagle.base.sizes import format_size
 from target.load import inspect_target
 
 CLOSE = 2e-2  # the largest difference of a token that counts as equal, in standard deviations of an output

@@ -13,7 +13,8 @@ from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
 from peagle.base.checkpoint import Checkpoint, weight_files
 from peagle.base.errors import InputError
-from peagle.base.memory import available_memory_bytes, format_size
+from peagle.base.memory import available_memory_bytes
+from peagle.base.sizes import format_size
 from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.auto.speculation import SPECULATION_FILE
 from peagle.engine.memory.kv_memory import Sizing, page_bytes

@@ -20,8 +20,7 @@ from typing import Literal
 
 from peagle.answers.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.base.errors import InputError
-from peagle.base.sizes import PrefixCacheSize
-from peagle.config import EngineConfig, NumDrafts, SamplingParams
+from peagle.config import EngineConfig, NumDrafts, PrefixCacheSize, SamplingParams
 from peagle.engine.auto.costs import CostTable
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.handle import Handle

@@ -7,7 +7,7 @@ from typing import Any
 
 from peagle.answers.result import Result
 from peagle.base import strict_json
-from peagle.base.memory import format_size
+from peagle.base.sizes import format_size
 from peagle.engine.memory.kv_memory import PrefixCacheUse
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown

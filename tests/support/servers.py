@@ -11,7 +11,7 @@ import pydantic
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle.base.sizes import PrefixCacheSize
+from peagle.config import PrefixCacheSize
 from peagle.pair import Pair
 from peagle.serve import replies
 from peagle.serve.app import ENDPOINTS, create_app, document

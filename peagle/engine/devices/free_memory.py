@@ -5,7 +5,8 @@ import threading
 import jax
 
 from peagle.base.errors import InputError
-from peagle.base.memory import available_memory_bytes, format_size, refuse_too_large
+from peagle.base.memory import available_memory_bytes, refuse_too_large
+from peagle.base.sizes import format_size
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.resolved import ResolvedConfig

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from peagle.base.errors import InputError
-from peagle.base.memory import format_size, tree_bytes
+from peagle.base.memory import tree_bytes
+from peagle.base.sizes import format_size
 from peagle.engine.memory.pages import PageGroup, PagePool, PageTable
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages

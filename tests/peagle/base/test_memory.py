@@ -14,7 +14,6 @@ from peagle.base.memory import (
     aligned_copy,
     as_aligned,
     available_memory_bytes,
-    format_size,
     stack,
     to_device,
     tree_bytes,
@@ -116,26 +115,3 @@ def test_the_share_of_mappings_grows_with_them() -> None:
     assert memory.share_of_mappings() > before
     for piece in pieces:
         piece.close()
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (65_536, "65.5 kB"),
-        (2_345_678, "2.3 MB"),
-        (19_000_000_000, "19.00 GB"),
-        (98_305_980_000_000, "98,305.98 GB"),
-    ],
-)
-def test_a_size_is_never_shown_as_zero_of_a_larger_unit(size: int, words: str) -> None:
-    assert format_size(size) == words
-
-
-def test_a_size_that_is_expected_is_not_rounded_down() -> None:
-    """Or the message would name a size that is refused again."""
-    sizes = {999: "999 bytes", 1000: "1.0 kB", 1001: "1.1 kB", 12_340_000: "12.4 MB", 1_234_567_890: "1.24 GB"}
-    assert {size: format_size(size, at_least=True) for size in sizes} == sizes

@@ -14,10 +14,10 @@ from typing import Literal
 import pytest
 
 from peagle.base.errors import InputError
-from peagle.base.memory import format_size
+from peagle.base.sizes import format_size
 from peagle.cli import main
-from peagle.loading.checkpoints import resolve
 from peagle.loading import hub
+from peagle.loading.checkpoints import resolve
 from tests.support.commands import refused, run
 from tests.support.pairs import Directories
 
