@@ -20,7 +20,6 @@ ROOMS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("REA
 GUIDES = [FRONT, CONTRIBUTING, *(path for path in ROOMS if path.parent.name != "demo")]  # the demo's is a model card
 PAGES = [*GUIDES, ROOT / "peagle" / "demo" / "README.md", *sorted((ROOT / "results").rglob("README.md"))]
 MOST_LINES = {FRONT: 100, CONTRIBUTING: 83, RESULTS: 73}
-MOST_IN_A_CELL = 120  # characters, without links, so that no prose flees into tables
 MOST_WORDS = 25  # of a sentence
 COLUMNS = 125
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -123,10 +122,3 @@ def test_sentences_are_short_and_lines_fit(page: Path) -> None:
         for sentence in re.split(r"(?<=[.?!])\s", plain):
             words = [word for word in sentence.split() if re.search(r"\w", word)]
             assert len(words) <= MOST_WORDS, f"{len(words)} words: {' '.join(words)}"
-
-
-@pytest.mark.parametrize("page", [FRONT, RESULTS], ids=name_of)
-def test_cells_are_short(page: Path) -> None:
-    text = re.sub(r"\]\([^)]*\)", "]", FENCE.sub("", page.read_text(encoding="utf-8")))
-    cells = [cell.strip() for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
-    assert not [cell for cell in cells if len(cell) > MOST_IN_A_CELL]

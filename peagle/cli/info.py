@@ -43,7 +43,7 @@ class Info:
     context: Annotated[int, Flag(PLAN, "N")] = 4096
     """Context length in tokens, 2 or more."""
     device: Annotated[str, Flag(PLAN, "H100|H200|B200")] = "H100"
-    """Device of the mesh: its memory and bandwidth."""
+    """Device of the mesh: its memory."""
 
     def __post_init__(self) -> None:
         check_least(self, slots=1, context=2)
@@ -61,11 +61,12 @@ def inspect(settings: Info) -> int:
     from peagle.loading.fit import aux_layers_warning, fitting_aux_layers
     from peagle.parallel.mesh import parse_mesh
     from peagle.workflows.inspection import drafter_rows, engine_rows, mesh_rows, target_rows
-    from peagle.workflows.mesh_plan import device_named
+    from peagle.workflows.mesh_plan import memory_of
     from target.load import inspect_target
 
     aux_layer_ids = settings.load.aux_layer_ids
-    shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
+    shape = None if settings.mesh is None else parse_mesh(settings.mesh)
+    memory_of(settings.device)  # refused before files are read
     slots = settings.slots or (1 if shape is None else shape.dp)
     paths = _paths(settings.directories)
     targets, drafters = [], []
@@ -79,7 +80,7 @@ def inspect(settings: Info) -> int:
     for _, path, files in targets:
         rows = target_rows(files, path)
         if shape is not None:
-            rows += mesh_rows(files, shape, device, slots, settings.context)
+            rows += mesh_rows(files, shape, settings.device, slots, settings.context)
         tables[path] = "GPT-OSS target", rows
     warnings = []
     for name, path, checkpoint, config in drafters:

@@ -398,13 +398,13 @@ def _write_drafter(checked: CheckedTraining, params: DrafterParams) -> DrafterCo
     if params.draft_to_target is None:  # for --draft-vocab N when it is loaded
         counts = np.bincount(np.concatenate(list(answer_tokens(checked.data.documents))))
         files[FREQUENT_TOKENS] = encoded(dumps(by_frequency(counts)) + "\n")
-    write_with_card(checked.out / DRAFTER, written, config, DIALECT, target, checked.target, checked.out, files)
+    write_with_card(checked.out / DRAFTER, written, config, DIALECT, target, checked.out, files)
     return config
 
 
 def _write_card(checked: CheckedTraining, written: DrafterConfig) -> None:
     """Write the drafter's model card again, with the curve of this run. written: the drafter's config."""
-    files = card_files(written, DIALECT, name_for_others(checked.name), checked.target, checked.out)
+    files = card_files(written, DIALECT, name_for_others(checked.name), checked.out)
     for name, content in files.items():
         write_bytes_whole(checked.out / DRAFTER / name, content)
 

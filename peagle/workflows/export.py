@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,7 @@ def export(
     params, config = sort_aux_layers(params, with_positions(stored, target, source))
     beside = {name: source / name for name in (FREQUENT_TOKENS, SPECULATION_FILE)}
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
-    write_with_card(out, params, config, dialect, verifier, target, source.parent, files)
+    write_with_card(out, params, config, dialect, verifier, source.parent, files)
     shared = shared_tensors(open_drafter(out))
     ends: dict[str, Any] = {"target_embedding": params.embedding, "target_lm_head": params.lm_head} if shared else {}
     read_back = load_drafter(out, **ends)
@@ -148,31 +147,26 @@ def write_with_card(
     config: DrafterConfig,
     dialect: Dialect,
     verifier: str | None,
-    target: TargetConfig | None,
     run: Path,
     files: Mapping[str, bytes],
 ) -> None:
     """Write the drafter, its card and other files into a folder.
 
-    verifier: the target's name for others; target: its config, if known. run: the drafter's folder of peagle train, if
-    it is one: the card then describes the training, with a copy of its curve.
+    verifier: the target's name for others. run: the drafter's folder of peagle train, if it is one: the card then
+    describes the training, with a copy of its curve.
     """
-    save_drafter(
-        out, params, config, dialect, verifier, {**files, **card_files(config, dialect, verifier, target, run)}
-    )
+    save_drafter(out, params, config, dialect, verifier, {**files, **card_files(config, dialect, verifier, run)})
 
 
-def card_files(
-    config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path
-) -> dict[str, bytes]:
+def card_files(config: DrafterConfig, dialect: Dialect, verifier: str | None, run: Path) -> dict[str, bytes]:
     """Make the card and the copy of the curve that it shows, by name. The arguments are those of `write_with_card`."""
-    written = {"README.md": encoded(card(config, dialect, verifier, target, run))}
+    written = {"README.md": encoded(card(config, dialect, verifier, run))}
     if _is_training(run) and (run / CURVE).is_file():
         written[CURVE] = (run / CURVE).read_bytes()
     return written
 
 
-def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path) -> str:
+def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, run: Path) -> str:
     c = config
     all_tokens = c.draft_vocab_size == c.vocab_size
     return CARD.format(
@@ -192,7 +186,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
         sees="sees all positions" if c.narrowest_window is None else f"sees the last {describe_windows(c)}",
         slots=_slots(c),
         training=_training(run),
-        elsewhere=_elsewhere(c, dialect, verifier or "TARGET", target),
+        elsewhere=_elsewhere(c, dialect, verifier or "TARGET"),
     )
 
 
@@ -209,7 +203,7 @@ def coverage_in_data(measured: Coverage | None) -> str:
     return "" if measured is None else f"; in its training data {measured.describe()}"
 
 
-def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: TargetConfig | None) -> str:
+def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str) -> str:
     """Say how the speculators package and vLLM load the drafter, or why they cannot."""
     refused = refused_by(config, dialect)
     lines = []
@@ -219,44 +213,19 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
         lines.append(package + (cannot if PACKAGE in refused else " (`SpeculatorModel.from_pretrained`)."))
     if VLLM in refused:
         return "\n\n".join([*lines, f"vLLM cannot load it: {refused[VLLM]}."])
-    grouped = target is not None and spread_over_groups(config, target)
-    flag = f" {ONE_GROUP}" if grouped else ""
+    served: dict[str, Any] = {"method": "eagle3", "model": ".", "num_speculative_tokens": config.block_drafts}
     if config.kind == "DFlash":
-        served: dict[str, Any] = {"method": "dflash", "model": ".", "num_speculative_tokens": config.block_drafts}
-        lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
-    elif dialect == "vllm":
-        kind = "peagle" if config.parallel else "eagle3"
-        served = {"method": "eagle3", "model": ".", "num_speculative_tokens": DEFAULT_DRAFTS[kind]}
-        if config.parallel:
-            served["parallel_drafting"] = True
-        lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
+        served["method"] = "dflash"
+    elif config.parallel:
+        served |= {"num_speculative_tokens": DEFAULT_DRAFTS["peagle"], "parallel_drafting": True}
     else:
-        lines.append(f"vLLM: `vllm serve .{flag}`")
-    if grouped:
-        lines.append(f'Without `{ONE_GROUP}` vLLM stops with "{IN_GROUPS}".')
-    elif target is None and config.num_layers > 1:
-        lines.append(f'Where vLLM stops with "{IN_GROUPS}", add `{ONE_GROUP}`.')
+        served["num_speculative_tokens"] = DEFAULT_DRAFTS["eagle3"]
+    beside_target = config.kind == "DFlash" or dialect == "vllm"
+    command = f"vllm serve {name} --speculative-config '{dumps(served)}'" if beside_target else "vllm serve ."
+    lines.append(f"vLLM: `{command}`")
+    if config.num_layers > 1:  # that stops some versions, by the target's and the drafter's numbers of layers
+        lines.append(f'If vLLM stops with "{IN_GROUPS}", add `{ONE_GROUP}`.')
     return "\n\n".join(lines)
-
-
-def spread_over_groups(config: DrafterConfig, target: TargetConfig) -> bool:
-    """Test whether vLLM would put the drafter's layers into several KV cache groups, which it refuses.
-
-    vLLM cuts each kind of layer (cache shape and window; the drafter's count with the target's) into groups of one
-    size. That is the count of the largest kind if it is less than 1.5 times that of the smallest, else that of the
-    smallest (vLLM 0.32, v1/core/kv_cache_utils.py).
-
-    Example: a target of 4 sliding and 4 full layers. One full drafter layer makes 4 and 5, so groups of 5; two make 4
-    and 6, so groups of 4, and the drafter's are in two. With 12 and 12 four make 12 and 16, so groups of 16.
-    """
-    heads, own_heads = (target.num_kv_heads, target.head_dim), (config.num_kv_heads, config.head_dim)
-    own = Counter((own_heads, config.window(layer)) for layer in range(config.num_layers))
-    kinds = own + Counter((heads, target.window(layer)) for layer in range(target.num_layers))
-    if config.num_layers == 1 or all(window is None for _, window in kinds):
-        return False
-    most, fewest = max(kinds.values()), min(kinds.values())
-    size = most if most < 1.5 * fewest else fewest
-    return len(own) > 1 or any(kinds[kind] > size for kind in own)
 
 
 def _is_training(run: Path) -> bool:

@@ -15,13 +15,11 @@ from peagle.base.checkpoint import Checkpoint, weight_files
 from peagle.base.errors import InputError
 from peagle.base.memory import available_memory_bytes
 from peagle.base.sizes import format_size
-from peagle.config import AUTO, DEFAULT_CHUNK
+from peagle.config import AUTO
 from peagle.engine.auto.speculation import SPECULATION_FILE
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, Role, shared_slots
-from peagle.loading.checkpoints import (
-    drafter_speculation,
-)
+from peagle.loading.checkpoints import drafter_speculation
 from peagle.loading.fit import chosen_window, describe_aux_layers, windowed
 from peagle.loading.load import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
@@ -31,12 +29,11 @@ from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
 from peagle.parallel.mesh import MeshShape
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
-from peagle.workflows.mesh_plan import Device, pass_s, rank_bytes, rank_cache_bytes, target_pages
-from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
+from peagle.workflows.mesh_plan import memory_of, rank_bytes, rank_cache_bytes, target_pages
+from target.config import FULL, SLIDING, default_aux_layer_ids
 from target.load import TargetFiles, weight_bytes
 
 TOKENS = 1000  # for which the table shows the memory of the KV cache
-PROMPT = 8192  # tokens of the prompt for which the table shows the memory of prefill
 LONG = 1 << 17  # context at which the pages of a window are all in use
 ONE_STEP = f"K = {DEFAULT_NUM_SPECULATIVE_TOKENS}, one step per dispatch"
 FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
@@ -74,7 +71,6 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         (f"KV cache per {TOKENS:,} tokens", f"{_memory_of(per_token)} (full layers)"),
         ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP})"),
         ("with --retain-full-kv", f"{_memory_of(retained)} per {TOKENS:,} tokens, and no pages per slot"),
-        (f"prefill of {PROMPT:,} tokens", f"about {_prefill_memory(c)}, plus the caches"),
         ("default aux layers", aux_layers),
         ("stop tokens", stop_tokens),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
@@ -82,7 +78,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
     ]
 
 
-def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, positions: int) -> Rows:
+def mesh_rows(files: TargetFiles, shape: MeshShape, device: str, slots: int, positions: int) -> Rows:
     c, k = files.config, DEFAULT_NUM_SPECULATIVE_TOKENS
     of_ranks = rank_bytes(c, files.mxfp4, shape)
     first, last = of_ranks[0], of_ranks[-1]
@@ -90,17 +86,10 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
     caches = rank_cache_bytes(c, shape, own, positions, k)
     total = first.total + caches
     shared = "the embedding, routers and norms" + (", shared kv heads" if shape.ranks > c.num_kv_heads else "")
-    fits = "fits" if total <= device.memory_bytes else "does not fit"
-    device_memory = format_size(int(device.memory_bytes))
-    collectives = 2 * c.num_layers + 1 if shape.ranks > 1 else 0
-
-    def times(rows: int) -> str:
-        reading, summing = (1e3 * seconds for seconds in pass_s(c, files.mxfp4, shape, device, rows))
-        return f"{reading + summing:.2f} ms ({reading:.2f} reading weights, {summing:.2f} in collectives)"
-
+    memory = memory_of(device)
+    fits = "fits" if total <= memory else "does not fit"
     replicas = f": {shape.dp} replicas on {shape.ranks} each, of {own} slots each"
     kinds = ", ".join(f"{kind} {format_size(size)}" for kind, size in first.kinds.items())
-    sums = f"{collectives} collectives at an assumed {device.latency_s * 1e6:.0f} us each"
     return [
         (f"over {shape}", f"{shape.devices} devices" + replicas * (shape.dp > 1)),
         ("  weights of each", f"{format_size(first.total)}: {kinds}"),
@@ -112,9 +101,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
             "takes at most 1.15 of its weights",
         ),
         ("  pages of each", f"{format_size(caches)} bfloat16, with --slots {slots} --context {positions}"),
-        (f"  together on an {device.name}", f"{format_size(total)}; {fits} into its {device_memory}"),
-        ("  a pass over 1 row", f"at least {times(1)}; {sums}"),
-        (f"  over {k + 1} rows", f"at least {times(k + 1)}"),
+        (f"  together on an {device.upper()}", f"{format_size(total)}; {fits} into its {format_size(int(memory))}"),
     ]
 
 
@@ -218,15 +205,6 @@ def _weight_bytes(path: Path) -> int:
 
 def _dtype(target: Path) -> np.dtype:
     return jnp.dtype(default_dtype(target, for_weights()))
-
-
-def _prefill_memory(config: TargetConfig) -> str:
-    """Estimate the memory of a long prefill, in chunks and in one pass, by its widest tensors in float32."""
-    of_query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + 2 * config.num_heads * config.head_dim
-    of_expert = config.top_k * (config.expert_width + config.hidden_size)
-    of_row = FLOAT32.itemsize * (2 * config.hidden_size + of_query + of_expert)
-    chunked, whole = (format_size(rows * of_row) for rows in (DEFAULT_CHUNK, PROMPT))
-    return f"{chunked} in chunks, {whole} with --prefill-chunk all"
 
 
 def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Plan a target over a mesh of devices without loading it: bytes by kind, padding, pages, and a bound on its speed.
+"""Plan a target over a mesh of devices without loading it: bytes by kind, padding and pages.
 
 Weights count as in the checkpoint: in bfloat16, and experts in MXFP4 if it stores them so.
 """
@@ -34,25 +34,7 @@ KINDS = {  # the displayed kind of a leaf
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """A device's data sheet."""
-
-    name: str
-    memory_bytes: float
-    bytes_per_s: float  # of its memory
-    link_bytes_per_s: float  # to the other devices, one way
-    latency_s: float  # of a small collective among neighbours; assumed
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("H100", 80e9, 3.35e12, 450e9, 8e-6),
-        Device("H200", 141e9, 4.8e12, 450e9, 8e-6),
-        Device("B200", 180e9, 8e12, 900e9, 8e-6),
-    )
-}
+DEVICES = {"H100": 80e9, "H200": 141e9, "B200": 180e9}  # bytes of memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,25 +93,8 @@ def target_pages(
     return groups, page_bytes(groups, init_pages)
 
 
-def pass_s(config: TargetConfig, mxfp4: bool, shape: MeshShape, device: Device, rows: int) -> tuple[float, float]:
-    """Return a pass's least seconds at a short context: (reading weights, collectives).
-
-    The rank with the most weights reads them at its memory's bandwidth. Rows select experts evenly.
-    """
-    of_rank = max(rank_bytes(config, mxfp4, shape), key=lambda rank: rank.total).kinds
-    selected = 1 - (1 - config.top_k / config.num_experts) ** rows
-    read = of_rank["attention"] + of_rank["head"] + of_rank["routers and norms"] + selected * of_rank["experts"]
-    if shape.ranks == 1:
-        return read / device.bytes_per_s, 0.0
-    others = shape.ranks - 1
-    sums = 2 * config.num_layers * rows * config.hidden_size * 4 * others  # float32 partial sums, gathered
-    head = rows * config.vocab_size * BFLOAT16.itemsize * others / shape.ranks
-    count = 2 * config.num_layers + 1
-    return read / device.bytes_per_s, count * device.latency_s + (sums + head) / device.link_bytes_per_s
-
-
-def device_named(name: str) -> Device:
-    """Return the device of a name. Raises InputError for an unknown one."""
-    if name.upper() not in DEVICES:
-        raise InputError(f"the device is {name!r}; expected {', '.join(DEVICES)}", "device")
-    return DEVICES[name.upper()]
+def memory_of(device: str) -> float:
+    """Return the bytes of a device's memory. Raises InputError for an unknown one."""
+    if device.upper() not in DEVICES:
+        raise InputError(f"the device is {device!r}; expected {', '.join(DEVICES)}", "device")
+    return DEVICES[device.upper()]

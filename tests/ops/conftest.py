@@ -7,7 +7,10 @@
 import contextlib
 import ctypes
 import fcntl
+import hashlib
+import importlib.metadata
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ IN_TURN = "in_turn"  # in the place of an instruction set in the names of XLA's 
 HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # XLA_FFI_Error* (XLA_FFI_CallFrame*)
 DRIVER = Path(__file__).parent / "cuda" / "driver.cc"
 EMULATED_TILES = Path(__file__).parent / "native" / "emulated_tiles.h"
+KEPT = Path(__file__).parents[2] / ".pytest_cache" / "libraries"
 GPU_PRAGMAS = ("-Wno-unknown-pragmas", "-Wno-subobject-linkage")
 selected: dict[str, Any] = {}
 forwarders: dict[str, Any] = {}
@@ -101,30 +105,36 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextlib.contextmanager
-def directory_of_run(factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Lock the folder that all workers of a run share."""
-    directory = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        directory = directory.parent  # of this run, above its workers'
-    with (directory / "libraries.lock").open("w") as lock:
+def kept(name: str, *sources: Path) -> Iterator[Path]:
+    """Lock the folder of libraries that are compiled of these sources once, for all workers and later runs."""
+    digest = hashlib.sha256(f"{build.compiler()} {importlib.metadata.version('jaxlib')}".encode())
+    for path in (Path(build.__file__), Path(__file__), *sorted(sources)):
+        digest.update(path.read_bytes())
+    directory = KEPT / f"{name}-{digest.hexdigest()[:16]}"
+    if not directory.exists():
+        for old in KEPT.glob(f"{name}-*"):
+            shutil.rmtree(old, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield directory
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the kernels for tiles, emulated, compiled once for all workers of a run."""
-    with directory_of_run(tmp_path_factory) as directory:
+def emulated() -> Path:
+    """Return the folder of the kernels for tiles, emulated."""
+    with kept("tiles", EMULATED_TILES, *build.HERE.glob("*.cc"), *build.HERE.glob("*.h")) as directory:
         if not build.library(TILES, directory).exists():
             emulate_tiles(directory)
     return directory
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Compile (the launcher of the CUDA kernels for the CPU, the driver), once for all workers of a run."""
+def libraries() -> tuple[Path, Path]:
+    """Return (the launcher of the CUDA kernels for the CPU, the driver)."""
     launcher, driver = "-DPEAGLE_TEST_ON_HOST", (f"-I{build.CUDA}", "-fvisibility=default", *GPU_PRAGMAS)
-    with directory_of_run(tmp_path_factory) as directory:
+    sources = (path for path in build.CUDA.iterdir() if path.suffix in (".cc", ".cu", ".cuh", ".h"))
+    with kept("cuda", DRIVER, *sources) as directory:
         paths = (directory / "launch.so", directory / "driver.so")
         if not paths[0].exists():  # optimised as much as pays
             build.compile_library(paths[1], [DRIVER], "-O2", *driver)

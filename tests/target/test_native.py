@@ -22,7 +22,7 @@ from tests.support.paging import SMALL, of_sequences, small_pages
 from tests.support.walk import walk
 from tests.target.test_model import CONFIG, random_params
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(not native.available(), reason=native.status()[1])]
 
 MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attention", "full_attention"), sliding_window=8)
 BATCH, LENGTH = 3, 57

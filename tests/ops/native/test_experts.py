@@ -26,7 +26,7 @@ from tests.ops.native.cases import (
     results_of,
 )
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("kernels")]
 
 EPSILON = 1e-3
 LIMIT = 0.9  # low enough that gates and ups are really clamped, on both sides

@@ -155,7 +155,6 @@ def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -
     # a window of 24 positions and 24 rows of steps in flight are less than a page; one more at either end
     assert f"{3 * sliding / 1e3:.1f} kB float32" in lines["KV pages per slot"]
     assert f"{1000 * (full + sliding) / 64 / 1e3:.1f} kB float32" in lines["with --retain-full-kv"]
-    assert "in chunks" in lines["prefill of 8,192 tokens"]
 
 
 def test_info_says_what_an_engine_of_each_role_takes(

@@ -23,10 +23,12 @@ from peagle.loading.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM
 from peagle.loading.load import with_drafter
 from peagle.ops import native
 from peagle.pair import Pair
-from tests.support.commands import refused, run
 from tests.support.drafters import random_params
+from tests.support.models import models
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, Directories
-from tests.support.toys import CONFIG, decode, drafter_config, drafting_at, tiny_target
+from tests.support.toys import CONFIG, decode, drafting_at
+
+pytestmark = pytest.mark.compile
 
 K, WINDOW = 4, 48
 
@@ -60,19 +62,15 @@ def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings
     assert rings[0].memory_bytes()[0] < other.engine(rings[0].config).memory_bytes()[0]
 
 
-@pytest.mark.parametrize("mask_token_id", [3, pytest.param(None, marks=pytest.mark.slow)], ids=["P-EAGLE", "EAGLE-3"])
-def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int | None) -> None:
-    """Step by step, also behind plain steps whose rows the drafter takes in late, and beside another row."""
-    config = drafter_config(mask_token_id=mask_token_id, windows=(7,))
-    params, target = random_params(config), tiny_target(aux_layer_ids=(0, 1))
-    rng = np.random.default_rng(5)
+def test_pages_of_a_window_draft_what_all_pages_draft_behind_plain_steps() -> None:
+    """Step by step: the drafter takes in the rows of plain steps late, and beside another row."""
+    pair, rng = models(), np.random.default_rng(5)
     requests = [Request(tuple(rng.integers(0, CONFIG.vocab_size, n).tolist()), new) for n, new in ((90, 110), (7, 40))]
     shape = ResolvedConfig(K, slots=2, context=256, prefill_chunk=16, adaptive=True)
-    kind = PEagle if mask_token_id is not None else Eagle3
-    engines = (Engine(target, kind(params, config, retain_full_kv=retains), shape) for retains in (False, True))
+    drafters = (dataclasses.replace(pair.drafter, retain_full_kv=retains) for retains in (False, True))
+    engines = (Engine(pair.target, drafter, shape) for drafter in drafters)
     ringed, whole = (decode(drafting_at(engine, {1: True, 2: False}), requests) for engine in engines)
-    assert ringed[0] == whole[0]
-    assert ringed[1] == whole[1]
+    assert ringed == whole
     drafted = [bool(step.draft_token_ids) for step in ringed[1][0]]
     assert True in drafted[drafted.index(False) :]  # it went on after the other row had ended
 
@@ -133,41 +131,6 @@ def test_a_window_smaller_than_a_step_is_refused(directories: Directories, pair:
     assert not narrow.generate([7, 8, 9], num_speculative_tokens=0, max_new_tokens=5).steps[0].draft_token_ids
 
 
-def test_the_command_line_takes_it(directories: Directories, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ("--target", str(directories.target), "--drafter", str(directories.drafter))
-    command = ("speculate", *files, "--prompt-ids", "7,8,9", "-n", "4", "--no-baseline", "--json", "-", "-q")
-    assert main([*command, "-k", "3", "--drafter-window", "16"]) == 0
-    assert '"drafter_window": "16 positions, given"' in capsys.readouterr().out
-    for window, line in (("3", "window is 3 positions; expected 4 or more at K = 3"), ("wide", "window is 'wide'")):
-        refused(run(capsys, *command, "-k", "3", "--drafter-window", window), line)
-
-
-def test_info_says_the_window_and_what_its_pages_take(
-    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def info(directory: Path) -> dict[str, str]:
-        assert main(["info", str(directory)]) == 0
-        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-        return {name.strip(): value for name, _, value in (line.partition("  ") for line in lines)}
-
-    per_position = 2 * DRAFTER.num_kv_heads * DRAFTER.head_dim * 4  # of a layer, float32
-    full = info(directories.drafter)
-    assert full["window"].strip() == "off, by default: no file names one"
-    assert f"{2 * 1000 * per_position / 1e3:.1f} kB float32" in full["KV cache per 1,000 tokens"]
-    assert "KV pages per slot" not in full
-    config = dataclasses.replace(DRAFTER, windows=(20, None))
-    save_drafter(tmp_path / "drafter", random_params(config), config)
-    mixed = info(tmp_path / "drafter")
-    assert mixed["window"].strip() == "20 positions in 1 of 2 layers, by config.json"
-    assert f"{1000 * per_position / 1e3:.1f} kB float32" in mixed["KV cache per 1,000 tokens"]
-    assert f"{3 * 64 * per_position / 1e3:.1f} kB float32" in mixed["KV pages per slot"]
-    (tmp_path / "drafter" / "speculation.json").write_text('{"drafter_window": 256}')
-    windowed = info(tmp_path / "drafter")
-    assert windowed["window"].strip() == "256 positions, by speculation.json"
-    assert "KV cache per 1,000 tokens" not in windowed
-    assert f"{2 * 7 * 64 * per_position / 1e3:.1f} kB float32" in windowed["KV pages per slot"]
-
-
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
 def test_windows_go_through_an_export(tmp_path: Path, dialect: str) -> None:
     config = dataclasses.replace(DRAFTER, windows=(20, 20), max_positions=MAX_POSITIONS)
@@ -175,7 +138,6 @@ def test_windows_go_through_an_export(tmp_path: Path, dialect: str) -> None:
     arguments = ["export", str(tmp_path / "drafter"), "--out", str(tmp_path / dialect), "--dialect", dialect, "-q"]
     assert main([*arguments, "--verifier", "some/target"]) == 0
     assert parse_config(open_drafter(tmp_path / dialect)).windows == (20, 20)
-    assert "sees the last 20 positions" in (tmp_path / dialect / "README.md").read_text(encoding="utf-8")
 
 
 def test_positions_beyond_the_drafters_own_are_told_once(demo: Pair) -> None:

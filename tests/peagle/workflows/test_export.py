@@ -20,12 +20,13 @@ from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli import main
 from peagle.loading.checkpoints import DEMO_DIRECTORY
-from peagle.workflows.export import card, spread_over_groups
-from target.config import FULL, SLIDING, TargetConfig
+from peagle.workflows.export import card
 from target.load import inspect_target, load_target
 from tests.support.checkpoints import assert_same
 from tests.support.drafters import random_params
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, TARGET, Directories, edit_json
+
+pytestmark = pytest.mark.compile
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "drafter_speculators"
 
@@ -165,65 +166,6 @@ def test_export_warns_of_what_others_cannot_load(
     assert (f"refused      by the speculators package: {says}" in messages) == (dialect == "speculators")
 
 
-def target_of(num_sliding: int, num_full: int) -> TargetConfig:
-    """With 2 key/value heads of 16."""
-    return dataclasses.replace(TARGET, layer_types=(SLIDING,) * num_sliding + (FULL,) * num_full)
-
-
-@pytest.mark.parametrize(
-    ("sliding", "full", "alike", "spread"),
-    [
-        (4, 4, True, [2, 3, 4, 5, 6, 7, 8]),  # the demo's target
-        (12, 12, True, [6, 7, 8]),  # 20b
-        (18, 18, True, []),  # 120b
-        (18, 6, True, []),  # the fewer are the full ones
-        (3, 9, True, [2, 3, 4, 5, 6, 7, 8]),
-        (0, 8, True, []),
-        (4, 4, False, [6, 7, 8]),  # a kind of their own
-        (5, 2, False, [3, 4, 5, 6, 7, 8]),
-    ],
-)
-def test_layers_that_vllm_spreads_over_groups_are_known(
-    sliding: int, full: int, alike: bool, spread: list[int]
-) -> None:
-    """As its v1/core/kv_cache_utils.py groups such layers, in version 0.32."""
-    config = dataclasses.replace(DRAFTER, head_dim=16, rope=dataclasses.replace(DRAFTER.rope, head_dim=16))
-    config = config if alike else dataclasses.replace(config, num_kv_heads=1)
-    layers_spread = [
-        layers
-        for layers in range(1, 9)
-        if spread_over_groups(dataclasses.replace(config, num_layers=layers), target_of(sliding, full))
-    ]
-    assert layers_spread == spread
-
-
-def test_layers_of_another_window_than_the_targets_are_a_kind_of_their_own() -> None:
-    """Of the same window they count among the target's sliding layers; of two kinds they are always spread."""
-    config = dataclasses.replace(
-        DRAFTER, num_layers=3, head_dim=16, rope=dataclasses.replace(DRAFTER.rope, head_dim=16)
-    )
-    target = target_of(4, 5)
-    by_windows = [
-        spread_over_groups(dataclasses.replace(config, windows=windows), target)
-        for windows in (None, (TARGET.sliding_window,) * 3, (99,) * 3, (99, None, 99))
-    ]
-    assert by_windows == [True, False, False, True]
-    same = dataclasses.replace(config, windows=(TARGET.sliding_window,) * 3)
-    assert spread_over_groups(same, target_of(4, 4))
-
-
-@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
-def test_the_card_names_the_flag_that_vllm_needs(tmp_path: Path, dialect: Any) -> None:
-    flag, target = "--disable-hybrid-kv-cache-manager", inspect_target(DEMO_DIRECTORY / "target").config
-    two, one = (stored(DEMO_DIRECTORY / name) for name in ("drafter", "drafter_eagle3"))
-    command = next(line for line in card(two, dialect, "T", target, tmp_path).splitlines() if "vllm serve" in line)
-    assert flag in command
-    unknown = card(two, dialect, "T", None, tmp_path)
-    assert flag not in next(line for line in unknown.splitlines() if "vllm serve" in line)
-    assert f"add `{flag}`" in unknown
-    assert all(flag not in card(one, dialect, "T", known, tmp_path) for known in (target, None))
-
-
 def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(tmp_path: Path) -> None:
     recipe = {"steps": 9, "width": 32, "optimizer": "adamw", "loss": "half", "cod": {"depth": 3, "ratio": 0.8}}
     record = {"recipe": recipe, "rows_per_step": 2, "data": {"documents": 5, "tokens": 99}}
@@ -233,11 +175,11 @@ def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(
     evaluation = counts | dict.fromkeys(kinds)
     lines = [{"step": 9, "loss": 1.0}, {"step": 9, "evaluation": evaluation}]
     (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = card(DRAFTER, "vllm", None, None, tmp_path)
+    text = card(DRAFTER, "vllm", None, tmp_path)
     assert "\n9 steps of 2 rows" in text
     assert "Acceptance length on 3 held-out prompts, K = 7: - greedily; - at temperature 1.\n" in text
     (tmp_path / LOG).write_text(json.dumps({"step": 4, "loss": 1.0}))
-    assert "\n4 of 9 steps of 2 rows" in card(DRAFTER, "vllm", None, None, tmp_path)
+    assert "\n4 of 9 steps of 2 rows" in card(DRAFTER, "vllm", None, tmp_path)
 
 
 def test_a_dflash_drafter_is_written_in_its_own_layout(

@@ -43,7 +43,7 @@ from tests.support.commands import words
 from tests.support.pairs import press_ctrl_c_at
 from tests.support.toys import costs
 
-pytestmark = pytest.mark.usefixtures("quickly")
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("quickly")]
 profiling = SweepRun.profile
 
 
