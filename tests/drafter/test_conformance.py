@@ -43,6 +43,8 @@ from tests.support.drafters import (
 )
 from tests.support.paging import SMALL, entries, of_sequences, small_pages
 
+pytestmark = pytest.mark.compile
+
 NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 K = 3
 propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)

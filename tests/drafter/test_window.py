@@ -26,6 +26,8 @@ from tests.support.drafters import (
 )
 from tests.support.paging import SMALL, small_pages
 
+pytestmark = pytest.mark.compile
+
 K, WINDOW, CAPACITY = 4, 9, 64
 KEPT = 3 * SMALL  # what a window's pages hold
 LENGTHS = (5, 23)

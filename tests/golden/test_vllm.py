@@ -9,6 +9,8 @@ from peagle.loading.load import load, with_drafter
 from peagle.pair import Pair
 from scripts.golden.vllm import GOLDEN, Drafting, ours, recorded
 
+pytestmark = pytest.mark.compile
+
 ABOUT, KEPT = recorded()
 
 

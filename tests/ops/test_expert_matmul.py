@@ -30,6 +30,8 @@ from peagle.ops.norm import Norm
 from tests.ops.experts import mixture
 from tests.support.compiling import AS_FOR_USERS
 
+pytestmark = pytest.mark.compile
+
 EPSILON = 1e-3  # large enough to change results
 LIMIT = 0.9  # low enough that gates and ups are really clamped, on both sides
 

@@ -18,6 +18,8 @@ from scripts.runs import Progress, rotated
 from scripts.scenarios import llama
 from scripts.scenarios.llama import LLAMA, OURS, PLAIN, PROMPTS, SPECULATIVE, Model, Variant
 
+pytestmark = pytest.mark.compile
+
 DRIVER = f"""#!{sys.executable}
 import json, sys
 print(json.dumps({{"answer": {{"threads": 1, "options": sys.argv[1:]}}}}), flush=True)

@@ -21,6 +21,8 @@ from scripts.scenarios.peers import Measured, Site, Tokens, drafting, entry, row
 from target.load import inspect_target
 from tests.scripts.conftest import GEOMETRY
 
+pytestmark = pytest.mark.compile
+
 OPTIONS = argparse.Namespace(prompt_tokens=16, new_tokens=11, rounds=3, seed=0, requests=[1, 3])
 SITE = Site(Path("small"), True, Path("scratch"), 64, "python")
 DRIFT = {1: 1.0, 2: 3.0, 3: 1.5}  # of the machine, by round: ratios within a round do not see it

@@ -14,6 +14,8 @@ from scripts.gpu import page, shape
 from scripts.gpu.serving import over_engine
 from scripts.serving.models import Load
 
+pytestmark = pytest.mark.compile
+
 
 def call(*arguments: object) -> int:
     return gpu_check.main([*map(str, arguments)])

@@ -10,6 +10,8 @@ import pytest
 from scripts import gpu_programs
 from scripts.gpu_programs import Program, program_of
 
+pytestmark = pytest.mark.compile
+
 COMPILER = Path(sys.prefix) / "gpu_compiler"
 SPLIT = """\
 000: kCommandBuffer [source       | next=003 (1)]

@@ -14,6 +14,8 @@ from peagle.ops import native
 from peagle.workflows.random_checkpoint import geometry, random_tensors
 from target.load import inspect_target, load_target, weight_bytes, write_target
 
+pytestmark = pytest.mark.compile
+
 CONFIG = geometry(
     hidden=1024, layers=3, heads=(16, 4), head_dim=64, vocab=32768, experts=(32, 4), expert_width=1024, window=64
 )

@@ -15,6 +15,8 @@ from target.params import TargetParams, init_params
 from tests.support.paging import entries, small_pages
 from tests.support.walk import WIDTH, walk
 
+pytestmark = pytest.mark.compile
+
 CONFIG = TargetConfig(
     hidden_size=24,
     num_heads=4,

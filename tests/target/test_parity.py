@@ -28,6 +28,8 @@ from tests.support.oracle import (
 )
 from tests.support.walk import WIDTH, walk
 
+pytestmark = pytest.mark.compile
+
 AUX_LAYER_IDS = (1, 0)  # out of order, without the last layer, whose hidden state transformers returns normed
 PROMPTS = [9, 16, 4]
 

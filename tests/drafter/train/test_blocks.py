@@ -22,6 +22,8 @@ from drafter.train.step import Fixed, FrozenWeights, State, next_state
 from tests.drafter.train.rows import training_rows
 from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, random_params
 
+pytestmark = pytest.mark.compile
+
 T, DEPTH, BLOCKS = 24, 4, 7
 CONFIG = DFLASH_CONFIGS[PLAIN]
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)  # for programs whose layers do not matter

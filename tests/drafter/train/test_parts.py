@@ -22,6 +22,8 @@ from drafter.train.step import Fixed, gradients_of
 from peagle.base.errors import InputError
 from tests.drafter.train.rows import QUICKLY, SMALL, T, chains_of_parts, on_device, sequence
 
+pytestmark = pytest.mark.compile
+
 RECIPE = Recipe(steps=1, width=T, cod=Cod(depth=3), blocks=T)
 IN_BLOCKS = dataclasses.replace(
     SMALL, num_layers=1, hidden_size=SMALL.target_hidden_size, num_heads=3, block_size=3, qk_norm=True

@@ -23,6 +23,8 @@ from peagle.ops.messages import DrafterInput
 from tests.drafter.train.rows import CONFIG, SMALL, T, chains, on_device, sequence, training_rows
 from tests.support.paging import small_pages
 
+pytestmark = pytest.mark.compile
+
 loss_of_chains = jax.jit(loss.chain_loss, static_argnames=("config", "loss", "counts", "part"))
 run_chains = jax.jit(forward_chains, static_argnames=("config", "counts"))
 head = jax.jit(model.head, static_argnums=1)

@@ -28,6 +28,8 @@ from drafter.train.trainer import Deadline, StepTimer, Trainer, TrainingStopped
 from peagle.base.errors import InputError
 from tests.support.trainers import CONFIG, RECIPE, curve, document, initial, keep_programs, same, trainer
 
+pytestmark = pytest.mark.compile
+
 ROOT = Path(__file__).parents[3]
 
 

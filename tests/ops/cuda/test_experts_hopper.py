@@ -24,6 +24,8 @@ from peagle.ops.mxfp4 import dequantize
 from peagle.ops.norm import Norm
 from tests.ops.experts import Expert, mixture
 
+pytestmark = pytest.mark.compile
+
 WIDTH, EXPERTS, TOP_K, EPSILON, LIMIT = calls.TILED_WIDTH, 8, calls.TILED_TOP_K, 1e-5, 0.9
 
 

@@ -24,6 +24,8 @@ from peagle.ops.expert_matmul import PackedExperts, expert_mlp
 from peagle.ops.native import build
 from tests.ops.conftest import DRIVER, GPU_PRAGMAS
 
+pytestmark = pytest.mark.compile
+
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="JAX has CUDA on Linux, and NVIDIA its compiler")
 
 

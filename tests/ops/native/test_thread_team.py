@@ -7,6 +7,8 @@ import pytest
 
 from peagle.ops.native import build
 
+pytestmark = pytest.mark.compile
+
 STRESS = Path(__file__).parent / "thread_team"
 RACES = "-fsanitize=thread"
 

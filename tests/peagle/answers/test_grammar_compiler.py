@@ -15,6 +15,8 @@ from peagle.text.channels import ChannelParser
 from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import SPECIALS, STOP, toy_pair
 
+pytestmark = pytest.mark.compile
+
 RETURN, START, END = (SPECIALS.index(name) for name in ("<|return|>", "<|start|>", "<|end|>"))
 
 

@@ -22,6 +22,8 @@ from peagle.pair import Pair
 from tests.support.pairs import ByteTokenizer, toy_pair
 from tests.support.toys import MarkovTarget
 
+pytestmark = pytest.mark.compile
+
 PIECES = (b"a", b"b", b"ab", b"aab", b"bab", b"", b"\xc3", b"\xa9", b"\xc3\xa9", b"b\xc3", b"\xa9a")
 PROMPT = (1, 2, 3)
 K = 3

@@ -15,6 +15,8 @@ from peagle.pair import Pair
 from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import toy_pair
 
+pytestmark = pytest.mark.compile
+
 SHAPE: dict[str, Any] = {"slots": 2, "context": 256, "ignore_eos": True}
 PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("hello", {"max_new_tokens": 60}),

@@ -19,6 +19,8 @@ from tests.support.commands import Captured, last_of_each, refused, run
 from tests.support.pairs import MAX_POSITIONS, Directories, copy_tokenizer, press_ctrl_c_at, toy_pair
 from tests.support.terminal import CTRL_C, IN_A_CALLBACK, TOY_PROCESS, Terminal
 
+pytestmark = pytest.mark.compile
+
 Chat = Callable[..., Captured]
 OPTIONS = ("--target", "toy", "--drafter", "ngram", "-k", "3", "-n", "12")
 

@@ -25,6 +25,8 @@ from tests.support.commands import Captured, last_of_each, refused
 from tests.support.pairs import SPECIALS, Directories, toy_pair
 from tests.support.terminal import ROOT, TOY_PROCESS
 
+pytestmark = pytest.mark.compile
+
 Run = Callable[..., Captured]
 
 # whatever was shown, it goes on when somebody looked and closed its standard input

@@ -12,6 +12,8 @@ from peagle.cli import compilation_cache
 from peagle.cli.compilation_cache import DIRECTORY, SETTINGS, keep_compiled
 from peagle.measure import provenance
 
+pytestmark = pytest.mark.compile
+
 ROOT = Path(__file__).parents[3]
 LEAST_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 AMD = "processor : 0\nvendor_id : AuthenticAMD\nmodel name : AMD\nflags : fpu avx2\ncpu MHz : {mhz}\n\nprocessor : 1\n"

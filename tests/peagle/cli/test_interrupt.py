@@ -16,6 +16,8 @@ from tests.support.commands import last_of_each
 from tests.support.pairs import press_ctrl_c_at
 from tests.support.terminal import CTRL_C, IN_A_CALLBACK, TOY_PROCESS, Terminal
 
+pytestmark = pytest.mark.compile
+
 GENERATE = ("speculate", "-k", "0", "--target", "toy", "--prompt-ids", "50", "-n", "380")
 SPECULATE = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "380", "-k", "1")
 

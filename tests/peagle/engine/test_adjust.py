@@ -26,6 +26,8 @@ from target.model import GptOss, forward
 from tests.support.models import fast_target
 from tests.support.toys import CONFIG, check_whole
 
+pytestmark = pytest.mark.compile
+
 V, CONTEXT, NEW, K = CONFIG.vocab_size, 96, 40, 3
 run_adjust, emitted_after = jax.jit(adjust), jax.jit(Adjustments.emitted)
 run_forward = jax.jit(forward, static_argnames="config")

@@ -9,6 +9,8 @@ from peagle.engine.resolved import ResolvedConfig
 from tests.support.models import FAST, TOKENS, Models, models, needs_native
 from tests.support.toys import check_whole, decode, drafting_at
 
+pytestmark = pytest.mark.compile
+
 CAPACITY, NEW = 192, 40
 PROMPTS = [TOKENS[:5], TOKENS[20:90], TOKENS[100:119], TOKENS[7:8]]
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.9, seed=4)

@@ -39,6 +39,8 @@ from tests.support.toys import (
     tiny_target,
 )
 
+pytestmark = pytest.mark.compile
+
 CAPACITY, NEW = 96, 60
 PROMPTS = [
     tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in ((0, 5), (1, 19), (2, 9))

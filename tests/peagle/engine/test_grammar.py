@@ -30,6 +30,8 @@ from peagle.engine.step.sampling import RowSampling, draw_keys, probabilities
 from peagle.ops.draw import draw
 from tests.support.toys import MarkovTarget, Scripted, check_whole, decode, follow, stepped
 
+pytestmark = pytest.mark.compile
+
 CONTROL, STOP = 0, 1
 SPELLED = [
     "<|control|>", "<|stop|>", *'{}[]":,', " ", *"0123456789-", *"abcx", '{"', '":', '",', "12", "ab", "ba", "cab",

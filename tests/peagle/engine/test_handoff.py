@@ -22,6 +22,8 @@ from peagle.ops.attention import PAGE_SIZE
 from tests.support.models import TARGET, Models, fast_target, models, needs_native
 from tests.support.toys import WINDOW, decode, follow, stepped
 
+pytestmark = pytest.mark.compile
+
 CAPACITY, K, NEW = 2 * PAGE_SIZE + 90, 3, 65
 TOKENS = tuple(np.random.default_rng(11).integers(0, TARGET.vocab_size, CAPACITY).tolist())
 SAMPLINGS = [

@@ -28,6 +28,8 @@ from peagle.protocols import Drafter, Target
 from tests.support.models import FAST, models
 from tests.support.toys import CONFIG, check_whole, decode, drafting_at, stepped, taken
 
+pytestmark = pytest.mark.compile
+
 CAPACITY, LONGEST = 192, 60
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 130).tolist()
 # the longer ones begin alike: with one page of known tokens, and with two

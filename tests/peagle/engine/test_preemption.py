@@ -15,6 +15,8 @@ from peagle.engine.resolved import ResolvedConfig
 from tests.support.models import TOKENS, Models, answer_of, ask, engine_of, fast_target, models, needs_native
 from tests.support.toys import MarkovTarget, check_whole, decode, follow, tiny_target
 
+pytestmark = pytest.mark.compile
+
 K, CAPACITY = 3, 256
 SAMPLINGS = [
     SamplingParams(),

@@ -16,6 +16,8 @@ from target.params import init_params
 from tests.support.models import TOKENS, Models, engine_of, held, models, needs_native, prefilled
 from tests.support.toys import CONFIG, WINDOW
 
+pytestmark = pytest.mark.compile
+
 LENGTH = 150
 # rows of a pass, and the tokens that each takes; a pass after the first begins with a known row
 CUTTINGS: list[tuple[int, list[int]]] = [

@@ -14,6 +14,8 @@ from peagle.ops.attention import PAGE_SIZE as PAGE
 from tests.support.models import TARGET, TOKENS, Models, ask, engine_of, fast_target, models, needs_native
 from tests.support.toys import check_whole, decode
 
+pytestmark = pytest.mark.compile
+
 CAPACITY, K = 3 * PAGE + 40, 3
 HUGE = 1 << 22
 

@@ -21,6 +21,8 @@ from tests.support.models import models
 from tests.support.toys import decode as answers
 from tests.support.toys import drafting_at, tiny_target
 
+pytestmark = pytest.mark.compile
+
 CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=1 << 20, steps_per_dispatch=3)
 
 

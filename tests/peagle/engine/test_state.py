@@ -20,6 +20,8 @@ from peagle.engine.step.state import (
 from tests.support.models import TARGET, TOKENS, Models, models
 from tests.support.toys import check_state
 
+pytestmark = pytest.mark.compile
+
 SLOTS, NUM_DRAFTS, CAPACITY = 5, 4, 64
 run_take, run_put = jax.jit(take, static_argnums=(2, 3)), jax.jit(put)
 REQUEST = Request(TOKENS[:45], 9, SamplingParams(0.7, 5, 0.9, 0.1, seed=11), (2, 30), index=6)

@@ -43,6 +43,8 @@ from tests.support.commands import refused
 from tests.support.pairs import MAX_POSITIONS, Directories, toy_pair
 from tests.support.toys import tiny_target
 
+pytestmark = pytest.mark.compile
+
 OPTIONS = BenchOptions(prompt_lengths=(5,), new_tokens=(3,), widths=(2,), context=7, slots=(2,), repeats=3)
 KINDS = [("pp", 5), ("tg", 3), ("verify", 1), ("verify", 2)]
 

@@ -16,6 +16,8 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.profile import IN_PROGRAM, Span, breakdown, make_directory, operation_parts_of, profile
 from tests.support.toys import decode, tiny_target
 
+pytestmark = pytest.mark.compile
+
 MS = 1_000_000.0
 
 

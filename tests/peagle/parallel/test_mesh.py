@@ -13,6 +13,8 @@ from peagle.base.errors import InputError
 from peagle.cli import main
 from peagle.parallel.mesh import MeshShape, make_meshes, parse_data_mesh, parse_mesh
 
+pytestmark = pytest.mark.compile
+
 HERE = Path(__file__).parent
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # a busy machine is no failure
 

@@ -22,6 +22,8 @@ from scripts.serving.servers import free_port
 from target.load import write_target
 from tests.target.test_shard import CONFIG
 
+pytestmark = pytest.mark.compile
+
 ROOT = Path(__file__).parents[3]
 
 

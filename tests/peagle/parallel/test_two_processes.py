@@ -21,6 +21,8 @@ from tests.peagle.parallel.prefill_process import receive, send
 from tests.support.pairs import Directories
 from tests.support.toys import follow
 
+pytestmark = pytest.mark.compile
+
 K, CAPACITY, NEW = 3, 200, 40
 ROOT = Path(__file__).parents[3]
 

@@ -15,6 +15,8 @@ from peagle.serve.field_names import NEUTRAL
 from peagle.serve.response_bodies import ResponsesBody
 from tests.support.servers import CHAT, COMPLETIONS, RESPONSES, answer, client_of, error_of, has_its_type
 
+pytestmark = pytest.mark.compile
+
 BODIES: dict[str, Any] = {CHAT: ChatBody, COMPLETIONS: CompletionBody, RESPONSES: ResponsesBody}
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},

@@ -34,6 +34,8 @@ from tests.support.servers import (
 )
 from tests.support.toys import costs
 
+pytestmark = pytest.mark.compile
+
 PROMPT = [40, 41, 42]
 SEEDED = {"temperature": 1.5, "seed": 3}
 USER = [{"role": "user", "content": "hello"}]

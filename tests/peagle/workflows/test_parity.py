@@ -44,6 +44,8 @@ from tests.support.commands import all_refused, run
 from tests.support.drafters import random_params
 from tests.support.pairs import TARGET, Directories, edit_json
 
+pytestmark = pytest.mark.compile
+
 SETTINGS = ParityConfig(3, 32, 1)
 FEW = ["-n", "32", "-k", "3", "--num-prompts", "3", "--reference-steps", "1"]
 CONVERSATIONS = read_prompt_file(HELD_OUT).conversations[:8]

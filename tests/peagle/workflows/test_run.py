@@ -30,6 +30,8 @@ from peagle.workflows import run as workflows_run
 from peagle.workflows.run import MOST_ROUNDS, Observer, Outcome, Run, RunConfig, run
 from tests.support.pairs import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
 
+pytestmark = pytest.mark.compile
+
 K, NEW = 3, 12
 ANSWER = RequestOptions(max_new_tokens=NEW)
 CONFIG = RunConfig(answer=ANSWER, engine=EngineConfig(K))

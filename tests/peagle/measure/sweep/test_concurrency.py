@@ -24,6 +24,8 @@ from peagle.measure.sweep.store import RAW, Folder, open_run
 from peagle.pair import Pair
 from tests.peagle.measure.sweep.runs import SWEPT, Lab, lines_of, swept, with_lines, with_plan
 
+pytestmark = pytest.mark.compile
+
 SLOTS = (1, 3)
 KS = (0, 1, 3)
 

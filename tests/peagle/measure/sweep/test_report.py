@@ -27,6 +27,8 @@ from tests.peagle.measure.sweep.runs import Lab, example_row, lines_of, with_lin
 from tests.support.commands import words
 from tests.support.terminal import ROOT
 
+pytestmark = pytest.mark.compile
+
 Runs = tuple[Folder, Folder]
 
 

@@ -25,6 +25,8 @@ from peagle.workflows.dataset import Unfinished, lengths_in_words, passes, rows_
 from tests.peagle.workflows.training.conftest import PROMPTS, Lab, write_prompts
 from tests.support.pairs import STOP, TEMPLATE, VOCAB_SIZE, press_ctrl_c_at
 
+pytestmark = pytest.mark.compile
+
 
 def test_data_are_the_targets_own_answers(data: Path, pair: Pair) -> None:
     documents = read_shards(data)

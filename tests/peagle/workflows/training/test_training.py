@@ -37,6 +37,8 @@ from tests.support.drafters import random_params
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, STOP, TARGET, VOCAB_SIZE, Directories, press_ctrl_c_at
 from tests.support.toys import costs
 
+pytestmark = pytest.mark.compile
+
 FROM_DRAFTER = f"--layers {DRAFTER.num_layers} --mlp-width {DRAFTER.mlp_width}"  # of the tests' own drafter
 
 
