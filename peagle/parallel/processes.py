@@ -260,8 +260,8 @@ def gather(rendezvous: Rendezvous, hello: Mapping[str, Any], lost: Callable[[str
         server = socket.create_server((rendezvous.host, rendezvous.port), family=rendezvous.family)
     except OSError as error:
         raise InputError(
-            f"--coordinator {rendezvous.address} cannot be listened on: {reason_of(error)}; expected an address of "
-            "this machine, which runs process 0, and a free port"
+            f"--process names {rendezvous.address}, which cannot be listened on: {reason_of(error)}; expected an "
+            "address of this machine, which runs process 0, and a free port"
         ) from None
     links: dict[int, Link] = {}
     try:
@@ -295,7 +295,7 @@ def _welcome(
         which = f"process {absent[0]}" if len(absent) == 1 else f"processes {', '.join(absent)}"
         raise InputError(
             f"{which} of {rendezvous.count} did not connect to {rendezvous.address} within {JOIN_S:.0f} s; start them "
-            "with the same options but for --process-id"
+            "with the same options but for --process"
         ) from None
     link = Link(connection)
     try:
@@ -308,7 +308,10 @@ def _welcome(
         return link.close()
     if not 0 < process < rendezvous.count or process in links:
         links[-process - 1] = link  # `gather` sends the error to all links
-        raise InputError(f"two processes have --process-id {process}, or it is not in 0..{rendezvous.count - 1}")
+        raise InputError(
+            f"--process names process {process} of {rendezvous.count}, which is there already or cannot be; expected "
+            "another number in each process"
+        )
     links[process] = link
     # encoded and decoded like theirs: tuples become lists
     ours = flat(decode(encode({"hello": hello}))["hello"])
@@ -317,7 +320,7 @@ def _welcome(
         raise InputError(
             f"process {process} of {rendezvous.count} differs from process 0: "
             f"{differs.replace('(now ', '(process 0: ')}; expected the same version and options everywhere, but for "
-            "--process-id"
+            "--process"
         )
     return None
 
@@ -339,7 +342,7 @@ def join(rendezvous: Rendezvous, hello: Mapping[str, Any], lost: Callable[[str],
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"--coordinator {rendezvous.address} cannot be reached: {reason_of(error)}; start process 0 there"
+                    f"process 0 at {rendezvous.address} cannot be reached: {reason_of(error)}; start it there"
                 ) from None
             time.sleep(0.1)
     try:

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -503,47 +503,3 @@ def test_a_training_over_devices_learns_the_same_and_goes_on_over_others(tmp_pat
     np.testing.assert_allclose(*losses, rtol=1e-4)
     with pytest.raises(InputError, match=r"dp=3, a step has 4 rows, and there are 8 devices; expected dp of 1, 2, 4,"):
         devices_for(4, 3)
-
-
-# Faults that other projects had: each must show in the logits
-
-
-def spoil(target: Sharded, part: str, change: Callable[[jax.Array], jax.Array]) -> Sharded:
-    """Change an array [rank, ...] of every layer, such as "attention.sinks"."""
-
-    def spoiled(layer: Any, path: Sequence[str]) -> Any:
-        inner = getattr(layer, path[0])
-        return layer.replace(**{path[0]: spoiled(inner, path[1:]) if path[1:] else change(inner)})
-
-    params = target.parts.params
-    layers = tuple(spoiled(layer, part.split(".")) for layer in params.layers)
-    return target.replace(parts=target.parts.replace(params=params.replace(layers=layers)))  # type: ignore[no-any-return]
-
-
-def of_the_first_rank(leaf: jax.Array) -> jax.Array:
-    """Give every rank what the first one has; it alone has the biases of sums over ranks."""
-    return jax.device_put(jnp.broadcast_to(leaf[:1], leaf.shape), leaf.sharding)
-
-
-FAULTS: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
-    "sinks not cut": ("attention.sinks", of_the_first_rank),
-    "output bias summed": ("attention.out_bias", of_the_first_rank),
-    "down bias summed": ("moe.experts.down_bias", of_the_first_rank),
-    "gate and up bias in another order": ("moe.experts.gate_up_bias", lambda leaf: leaf[..., ::-1]),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(root: Path, fault: str) -> None:
-    faulty = spoil(over(root, TP4, "packed", FAST), *FAULTS[fault])
-    check_shapes(faulty, TP4)
-    (logits,), _ = walk(faulty, PASSES[:1])
-    reference = expected(root, "packed", FAST)[0][0]
-    assert np.abs(logits - reference).max() > 1e-2 * reference.std()
-
-
-def test_the_whole_model_in_place_of_its_parts_is_found(root: Path) -> None:
-    """So is a mesh of one device."""
-    for target in (whole(root, "packed", FAST), over(root, MeshShape(1), "packed", FAST)):
-        with pytest.raises(AssertionError):
-            check_parity(root, target, TP2, "packed", FAST)
