@@ -177,9 +177,8 @@ def _report_lines(findings: "Findings", settings: Parity) -> Iterator[str]:
         yield (
             f"engine       DIFFERENT in {difference.frac:.0%} of the steps, first in text {difference.text}, step "
             f"{difference.step}, draft {difference.draft}: token {difference.engine}, the drafter by itself "
-            f"{difference.reference}"
+            f"{difference.reference}; please report it"
         )
-        yield f"             {difference.explanation or 'no known fault explains it'}"
     yield (
         f"acceptance   {findings.acceptance_length:.2f} tokens a step at K = {settings.num_speculative_tokens}, "
         f"{'raw' if settings.rendering.raw else 'chat'}; "

@@ -1,14 +1,14 @@
 """Find out why a drafter's acceptance is low: compare the engine's drafts with others at the same positions.
 
 Two kinds of faults lower acceptance without a message. The engine may run the checkpoint incorrectly: then its drafts
-differ from those of the same drafter replayed by itself, and the pattern of the differences shows the fault
-(`explain`). Or the drafter was trained with other settings, or with another prompt format, than the checkpoint says:
-then another reading of the checkpoint is accepted more often (`causes`).
+differ from those of the same drafter replayed by itself (`compare`). Or the drafter was trained with other settings, or
+with another prompt format, than the checkpoint says: then another reading of the checkpoint is accepted more often
+(`causes`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,6 @@ from peagle.measure.estimates import Estimate, estimate, ratio
 from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.protocols import Drafter
 
-FOLLOWS = 0.9  # share of the steps that must follow a fault's pattern
-CHANCE = 0.05  # the pattern's probability without the fault must be lower
 LEAST_GAIN, LEAST_FRAC = 0.1, 0.05  # that a cause must gain: tokens a step, and share of the acceptance length
 LENGTHS, STEPS = 256, 32  # cache lengths and numbers of steps are multiples of these, so that texts share programs
 
@@ -37,21 +35,19 @@ class DraftedText:
     num_accepted: tuple[int, ...]  # by step
 
 
-def replay(drafter: Drafter, text: DraftedText, num_drafts: int, blind: bool = False) -> DraftOutput:
+def replay(drafter: Drafter, text: DraftedText, num_drafts: int) -> DraftOutput:
     """Run the drafter over a text as the engine does; return its drafts [S, K] in all steps, in NumPy.
 
-    It absorbs the prompt; then each step reads the tokens committed in the one before. blind: each step begins with an
-    empty cache.
+    It absorbs the prompt; then each step reads the tokens committed in the one before.
     """
     interrupt.check()
     prompt, widest = text.lengths[0], num_drafts + 1
     capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS
     state = drafter.init_state(1, capacity, max(capacity, 2 * num_drafts))  # the prompt is written at once
-    if not blind:
-        ids, aux = padded(text.token_ids[1:prompt], capacity), padded(text.aux_hidden[: prompt - 1], capacity)
-        row = np.arange(capacity, dtype=np.int32)
-        positions = np.where(row < prompt - 1, row, -1)[None]
-        state = jax.jit(type(drafter).absorb)(drafter, state, ids, aux, positions)
+    ids, aux = padded(text.token_ids[1:prompt], capacity), padded(text.aux_hidden[: prompt - 1], capacity)
+    row = np.arange(capacity, dtype=np.int32)
+    positions = np.where(row < prompt - 1, row, -1)[None]
+    state = jax.jit(type(drafter).absorb)(drafter, state, ids, aux, positions)
     before = (prompt - 1, *text.lengths)
     committed = [(max(first, end - widest), end) for first, end in zip(before, text.lengths, strict=False)]
     committed += [committed[-1]] * (-len(committed) % STEPS)
@@ -61,19 +57,19 @@ def replay(drafter: Drafter, text: DraftedText, num_drafts: int, blind: bool = F
         "num": np.array([[end - first] for first, end in committed], np.int32),
         "first_position": np.array([[first] for first, _ in committed], np.int32),
     }
-    drafts = _propose_in_turn(drafter, state, DrafterInput(**leaves), num_drafts, blind)
+    drafts = _propose_in_turn(drafter, state, DrafterInput(**leaves), num_drafts)
     in_steps: DraftOutput = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(text.lengths), 0], drafts)
     return in_steps
 
 
-@functools.partial(jax.jit, static_argnames=("num_drafts", "blind"))
-def _propose_in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: int, blind: bool) -> Any:
-    """Propose in all steps, one after the other; [S, 1, ...]. blind: always from the first state."""
+@functools.partial(jax.jit, static_argnames="num_drafts")
+def _propose_in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: int) -> Any:
+    """Propose in all steps, one after the other; [S, 1, ...]."""
 
     def propose(state: Any, drafter_input: DrafterInput) -> tuple[Any, DraftOutput]:
         widths = jnp.full(1, num_drafts, jnp.int32)
         draft, after = drafter.propose(state, drafter_input, widths, num_drafts=num_drafts)
-        return state if blind else after, draft
+        return after, draft
 
     return jax.lax.scan(propose, state, drafter_inputs)[1]
 
@@ -103,14 +99,10 @@ class DraftDifference:
     engine: int  # token id
     reference: int  # token id
     frac: float  # steps that differ / all steps
-    explanation: str | None
 
 
-def compare(texts: Sequence[DraftedText], reference: Sequence[Any], blind: Sequence[Any]) -> DraftDifference | None:
-    """Compare the drafts that the engine verified with the replayed ones; None if all are equal.
-
-    reference, blind: by text, the tokens of `replay` without and with `blind`.
-    """
+def compare(texts: Sequence[DraftedText], reference: Sequence[Any]) -> DraftDifference | None:
+    """Compare the drafts that the engine verified with the tokens of `replay`, by text; None if all are equal."""
     first, differing, total = None, 0, 0
     for number, (text, expected) in enumerate(zip(texts, reference, strict=True)):
         for step, (ours, theirs) in enumerate(zip(text.drafts, expected, strict=True)):
@@ -122,41 +114,7 @@ def compare(texts: Sequence[DraftedText], reference: Sequence[Any], blind: Seque
                 first = number, step, draft, int(ours[draft]), int(theirs[draft])
     if first is None:
         return None
-    return DraftDifference(*first, differing / total, explain(texts, reference, blind))
-
-
-def explain(texts: Sequence[DraftedText], reference: Sequence[Any], blind: Sequence[Any]) -> str | None:
-    """Describe the known fault whose pattern the engine's drafts follow; None if they follow none."""
-    steps = [
-        (number, step, ours == tuple(theirs[: len(ours)]), ours == tuple(alone[: len(ours)]))
-        for number, (text, expected, unseen) in enumerate(zip(texts, reference, blind, strict=True))
-        for step, (ours, theirs, alone) in enumerate(zip(text.drafts, expected, unseen, strict=True))
-    ]
-    right, alone = (float(np.mean([step[which] for step in steps])) for which in (2, 3))
-    if alone >= FOLLOWS and alone > right:
-        return (
-            "the drafter is blind to its context: its drafts are those of an empty cache; the cache is not filled at "
-            "prefill, not carried from step to step, or not read"
-        )
-    # events that leave rows in the cache to be rolled back: rejected drafts; in a drafter with mask slots, any
-    # draft after the first
-    leaves: dict[str, Callable[[int, int], bool]] = {
-        "the first rejection": lambda accepted, drafted: accepted < drafted,
-        "the first step with several drafts": lambda _, drafted: drafted > 1,
-    }
-    for event, left in leaves.items():
-        until: list[bool] = []
-        after: list[bool] = []
-        for number, step, right, _ in steps:
-            before = zip(texts[number].num_accepted[:step], texts[number].drafts[:step], strict=True)
-            (after if any(left(a, len(d)) for a, d in before) else until).append(right)
-        # the chance that no draft is wrong until the event if wrong ones are as frequent before it as after it
-        if after and all(until) and np.mean(after) ** len(until) < CHANCE:
-            return (
-                f"drafts are right until {event} and wrong after it: the drafter's cache is not rolled back to the "
-                "accepted tokens (or along an axis that is not that of its positions)"
-            )
-    return None
+    return DraftDifference(*first, differing / total)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,7 +195,6 @@ def examine(
     """
     k, texts = config.num_speculative_tokens, drafted.texts
     replayed = [replay(model, text, k).token_ids for text in texts]
-    blind = [replay(model, text, k, blind=True).token_ids for text in texts]
     logits, same = against_reference(pair, model, checkpoint, texts, config)
     as_it_is = np.concatenate([accepted(drafts, text) for drafts, text in zip(replayed, texts, strict=True)])
     candidates = list(readings(pair, model, checkpoint, drafted))
@@ -224,7 +223,7 @@ def examine(
     return Findings(
         logits=logits,
         same_drafts_frac=same,
-        difference=compare(texts, replayed, blind),
+        difference=compare(texts, replayed),
         acceptance_length=1 + float(drafted.num_accepted.mean()),
         expected=1 + float(as_it_is.mean()),
         other_rendering=other_rendering,

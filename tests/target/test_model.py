@@ -99,19 +99,6 @@ def test_an_inactive_row_writes_nothing_and_changes_no_other(model: GptOss) -> N
             np.testing.assert_array_equal(now[1], before[1])
 
 
-def test_a_row_that_only_reads_has_the_logits_of_its_token(model: GptOss) -> None:
-    """The last token of a prompt that the cache holds already."""
-    ids, at, writes = token_ids()[:2, 9:10], np.full((2, 1), 9, np.int32), np.array([[True], [False]])
-    before = prompts_of(model, [9, 10])
-    out, after = jax.jit(GptOss.extend)(model, ids, at, before, writes=writes)
-    whole, _ = run_forward(model.params, CONFIG, token_ids(), positions(), aux_layer_ids=(1,))
-    np.testing.assert_allclose(out.logits[:, 0], whole[:2, 9], atol=1e-4 * float(whole.std()))
-    for now, then in zip(*(entries(model, cache, 9, 10) for cache in (after, before)), strict=True):
-        np.testing.assert_array_equal(now[1], then[1])
-        assert now[0].any()
-        assert not then[0].any()
-
-
 @pytest.mark.parametrize("named", [[[2], [0]], [[3, 1], [0, 0]]])
 def test_logits_are_those_of_the_named_rows(model: GptOss, named: list[list[int]]) -> None:
     """aux_hidden is that of all rows, whichever are named."""

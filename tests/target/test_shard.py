@@ -1,6 +1,5 @@
 """Cutting a model over ranks, on the host: the parts put together again are the whole, and loading reads the parts."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,44 +76,6 @@ def test_qkv_side_by_side_is_cut_by_heads() -> None:
         pieces = [split(leaf, heads, part) for part in parts]
         assert pieces[0][::head_dim].tolist() == expected
         np.testing.assert_array_equal(unsplit(leaf, pieces, parts, heads.shape), heads)
-
-
-def test_queries_stay_with_their_kv_head() -> None:
-    """Query head n reads kv head n // (N / G), in the parts as in the whole."""
-    config = dataclasses.replace(CONFIG, num_heads=24, num_kv_heads=4, head_dim=2)
-    of_query, of_key = np.arange(24).repeat(2), np.arange(4).repeat(2)
-    for tp in (1, 2, 4, 8):
-        for part in parts_of(config, tp, 1):
-            queries = split(TENSOR_KINDS["queries"], of_query, part)[::2]
-            keys = split(TENSOR_KINDS["keys and values"], of_key, part)[::2]
-            share = part.config.num_heads // part.config.num_kv_heads
-            np.testing.assert_array_equal(keys[np.arange(len(queries)) // share], queries // 6)
-
-
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_gates_stay_with_their_ups_and_biases(tp: int) -> None:
-    """The rows of a hidden value, its biases and its column of the down projection are on one rank; the rest is 0."""
-    width, blocks = 160, 5
-    hidden = np.arange(1, width + 1)
-    for rank, part in enumerate(parts_of(CONFIG, tp, 1)):
-        rows = split(TENSOR_KINDS["gate and up, MXFP4"], np.tile(hidden.repeat(2), (4, 1)), part)[0]
-        bias = split(TENSOR_KINDS["gate and up bias"], np.tile(hidden.repeat(2), (4, 1)), part)[0]
-        scales = split(TENSOR_KINDS["down, MXFP4"], np.tile(np.arange(1, blocks + 1), (4, 96, 1)), part)[0, 0]
-        np.testing.assert_array_equal(rows, bias)
-        np.testing.assert_array_equal(rows[0::2], rows[1::2])
-        share = -(-blocks // tp)
-        mine = np.arange(1, blocks + 1)[rank * share : (rank + 1) * share]
-        np.testing.assert_array_equal(scales, np.pad(mine, (0, share - len(mine))))
-        np.testing.assert_array_equal(rows[0::2].reshape(-1, 32)[:, 0], np.where(scales, (scales - 1) * 32 + 1, 0))
-
-
-def test_the_20b_at_8_ranks() -> None:
-    config = dataclasses.replace(CONFIG, num_heads=64, num_kv_heads=8, expert_width=2880, vocab_size=201088)
-    parts = parts_of(config, 8, 1)
-    assert parts[7].config == dataclasses.replace(config, num_heads=8, num_kv_heads=1, expert_width=384)
-    held = [len(part.cuts(TENSOR_KINDS["down, MXFP4"])[2].indices(90)) for part in parts]
-    assert held == [12] * 7 + [6]
-    assert parts[3].shape(TENSOR_KINDS["head"], (201088, 96)) == (25136, 96)
 
 
 @pytest.fixture(scope="module")

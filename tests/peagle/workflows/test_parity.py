@@ -23,7 +23,7 @@ from drafter.propose import PEagle
 from drafter.vocabulary import Coverage, choose, narrow
 from peagle.cli import main
 from peagle.loading.checkpoints import DEMO_DIRECTORY, HELD_OUT
-from peagle.ops.attention import PagedCache, Pages
+from peagle.ops.attention import PagedCache
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
@@ -329,48 +329,13 @@ class Blind(PEagle):
         return PEagle.propose(self, empty, fresh, widths, num_drafts, choose)
 
 
-@flax.struct.dataclass
-class TooFarBack(PEagle):
-    """Roll back more than the rejected drafts: later rows overwrite earlier ones, in the cache and by position.
-
-    Index 0 of a sequence, which no row sees, holds how many rows are lost.
-    """
-
-    def absorb(
-        self, state: PagedCache, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array
-    ) -> PagedCache:
-        state = PEagle.absorb(self, state, token_ids, aux_hidden, positions)
-        return put_lost(state, jnp.where(jnp.any(positions == 0, axis=1), 0, lost_rows(state)))
-
-    def propose(
-        self, state: PagedCache, fresh: DrafterInput, widths: jax.Array, num_drafts: int, choose: Choose = likeliest_of
-    ) -> tuple[DraftOutput, PagedCache]:
-        lost = jnp.minimum(lost_rows(state), jnp.maximum(fresh.first_position, 0))
-        behind = fresh.replace(first_position=fresh.first_position - lost)  # type: ignore[attr-defined]
-        draft, state = PEagle.propose(self, state, behind, widths, num_drafts, choose)
-        return draft, put_lost(state, lost + num_drafts - 1)
-
-
-def lost_rows(state: PagedCache) -> jax.Array:
-    return state.pages[0].key[state.tables[0][:, 0], 0, 0, 0].astype(jnp.int32)
-
-
-def put_lost(state: PagedCache, count: jax.Array) -> PagedCache:
-    first, *others = state.pages
-    key = first.key.at[state.tables[0][:, 0], 0, 0, 0].set(count.astype(first.key.dtype))
-    return PagedCache((Pages(key, first.value), *others), state.tables)
-
-
-@pytest.mark.parametrize(("fault", "says"), [(Blind, "blind to its context"), (TooFarBack, "not rolled back")])
-def test_an_engine_that_does_something_else_is_named(demo: Pair, fault: type[PEagle], says: str) -> None:
+def test_an_engine_that_does_something_else_is_found(demo: Pair) -> None:
     healthy = demo.drafter
     assert isinstance(healthy, PEagle)
-    pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config, retain_full_kv=True))
-    drafted = draft_texts(pair, CONVERSATIONS, ParityConfig(3, 48, 2), raw=False)
-    led, blind = ([replay(healthy, text, 3, blind=off).token_ids for text in drafted.texts] for off in (False, True))
-    difference = compare(drafted.texts, led, blind)
+    pair = dataclasses.replace(demo, drafter=Blind(healthy.params, healthy.config, retain_full_kv=True))
+    texts = draft_texts(pair, CONVERSATIONS[:3], ParityConfig(3, 48, 2), raw=False).texts
+    difference = compare(texts, [replay(healthy, text, 3).token_ids for text in texts])
     assert difference is not None
-    assert says in (difference.explanation or "")
     assert difference.frac > 0.05
 
 
