@@ -8,7 +8,7 @@ import pytest
 from peagle.ops import native
 from peagle.ops.draw import draw
 from peagle.ops.likeliest import NO_TOKEN
-from tests.ops.native.cases import one_set, results_of
+from tests.ops.native.cases import results_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
 NO_MATRICES = True
@@ -72,23 +72,3 @@ def test_rows_without_a_winner(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = results_of(draw, [(jnp.asarray(weights), jnp.asarray(keys))])[0]
         np.testing.assert_array_equal(drawn, [[NO_TOKEN, 39_999, *[NO_TOKEN] * 4]])
         monkeypatch.setattr(native, "available", lambda: False)
-
-
-@one_set
-@pytest.mark.parametrize(
-    ("weights", "keys", "token_ids", "index"),
-    [
-        ((3, 4, 5), (3, 2), (0,), (3,)),
-        ((3, 0), (3, 2), (0,), (3,)),
-        ((3, 5), (3, 3), (0,), (3,)),
-        ((3, 5), (2, 2), (0,), (3,)),
-        ((3, 5), (3, 2), (4,), (3,)),
-        ((3, 5), (3, 2), (5,), (2,)),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(
-    weights: tuple[int, ...], keys: tuple[int, ...], token_ids: tuple[int, ...], index: tuple[int, ...]
-) -> None:
-    operands = jnp.zeros(weights), jnp.zeros(keys, jnp.uint32), jnp.zeros(token_ids, jnp.int32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="draw"):
-        native.call("draw", jax.ShapeDtypeStruct(index, jnp.int32), *operands)

@@ -193,7 +193,11 @@ def test_extreme_scales_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, np.float32) for name in SIZES), *((name, ml_dtypes.bfloat16) for name in OF_FORMATS)]
+    ("name", "dtype"),
+    [
+        *((name, np.float32) for name in (*OF_FORMATS, "several threads")),
+        *((name, ml_dtypes.bfloat16) for name in OF_FORMATS),
+    ],
 )
 def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: type) -> None:
     block, x = random_block(SIZES[name], 12), random_rows(SIZES[name], 70, dtype=dtype)
@@ -204,7 +208,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: type) -> None
         assert_same_bits(out, alone[some], f"{len(some)} rows")
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", OF_FORMATS)
 def test_inactive_rows_are_zero_and_change_no_others_bits(name: str) -> None:
     """With any content and in any number."""
     block, x, rng = random_block(SIZES[name], 14), random_rows(SIZES[name], 19), np.random.default_rng(15)

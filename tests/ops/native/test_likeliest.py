@@ -8,7 +8,7 @@ import pytest
 
 from peagle.ops import native
 from peagle.ops.likeliest import NO_TOKEN, argmax, likeliest
-from tests.ops.native.cases import assert_same_bits, one_at_a_time, one_set, results_of
+from tests.ops.native.cases import assert_same_bits, one_at_a_time, results_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
 NO_MATRICES = True
@@ -74,23 +74,3 @@ def test_leading_axes_stay_and_xla_agrees(monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(ours[0], theirs[0])
     np.testing.assert_allclose(ours[1], theirs[1], rtol=2e-6)
     np.testing.assert_array_equal(argmax(x), ours[0])
-
-
-@one_set
-@pytest.mark.parametrize(
-    ("shape", "dtype", "index", "probability"),
-    [
-        ((3, 4, 5), np.float32, (3,), (3,)),
-        ((3, 0), np.float32, (3,), (3,)),
-        ((3, 5), np.int32, (3,), (3,)),
-        ((3, 5), np.float16, (3,), (3,)),
-        ((3, 5), np.float32, (4,), (3,)),
-        ((3, 5), np.float32, (3,), (2,)),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(
-    shape: tuple[int, ...], dtype: type, index: tuple[int, ...], probability: tuple[int, ...]
-) -> None:
-    results = jax.ShapeDtypeStruct(index, jnp.int32), jax.ShapeDtypeStruct(probability, jnp.float32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="likeliest"):
-        native.call("likeliest", results, jnp.zeros(shape, dtype))

@@ -183,8 +183,10 @@ def test_nan_and_infinity_stay_in_their_row(name: str, value: float) -> None:
     ("name", "inputs", "outputs", "all_rows", "dtype"),
     [
         (*case, dtype)
-        for dtype, some in ((np.float32, CASES), (ml_dtypes.bfloat16, [case for case in CASES if case[3] == ROWS]))
-        for case in some
+        # of a format the first shape, which has tails on both sides, and the last, which several threads share
+        for dtype, shapes in ((np.float32, (0, -1)), (ml_dtypes.bfloat16, (0,)))
+        for case in CASES
+        if case[1:3] in [SHAPES[case[0]][nth] for nth in shapes]
     ],
     ids=lambda part: f"{part}"[:9] if not isinstance(part, type) else None,
 )

@@ -3,7 +3,7 @@
 Their results: test_linear.py, test_experts.py and tests/ops/test_paged_attention.py."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -249,3 +249,49 @@ def test_results_that_do_not_fit_are_refused() -> None:
         for out, dtype in results:
             expect_refusal(says, call, None, out, dtype)
     expect_refusal("not written in place", attention(), in_place=False)
+
+
+# A row: results and operands that do not fit
+INDEX, PAIR = ((3,), INT), (((3,), INT), ((3,), np.float32))
+KEYS, IDS, POSITIONS = zeros(3, 2, dtype=np.uint32), zeros(0, dtype=INT), zeros(2, 3, dtype=INT)
+OTHERS: dict[str, list[tuple[Any, Sequence[np.ndarray]]]] = {
+    "draw": [
+        (INDEX, (zeros(3, 4, 5), KEYS, IDS)),
+        (INDEX, (zeros(3, 0), KEYS, IDS)),
+        (INDEX, (zeros(3, 5), zeros(3, 3, dtype=np.uint32), IDS)),
+        (INDEX, (zeros(3, 5), zeros(2, 2, dtype=np.uint32), IDS)),
+        (INDEX, (zeros(3, 5), KEYS, zeros(4, dtype=INT))),
+        (((2,), INT), (zeros(3, 5), KEYS, zeros(5, dtype=INT))),
+    ],
+    "likeliest": [
+        *((PAIR, (logits,)) for logits in (zeros(3, 4, 5), zeros(3, 0), zeros(3, 5, dtype=INT))),
+        (PAIR, (zeros(3, 5, dtype=HALF),)),
+        ((((4,), INT), PAIR[1]), (zeros(3, 5),)),
+        ((PAIR[0], ((2,), np.float32)), (zeros(3, 5),)),
+    ],
+    "rope_tables": [
+        *(
+            (((cos, dtype), (sin, dtype)), (positions, zeros(*frequencies)))
+            for positions, frequencies, cos, sin, dtype in (
+                (zeros(6, dtype=INT), (4,), (6, 4), (6, 4), np.float32),
+                (POSITIONS, (4,), (2, 3, 5), (2, 3, 5), np.float32),
+                (POSITIONS, (4,), (2, 4, 4), (2, 4, 4), np.float32),
+                (POSITIONS, (4,), (2, 3, 4), (2, 3, 3), np.float32),
+                (POSITIONS, (4, 1), (2, 3, 4), (2, 3, 4), np.float32),
+                (POSITIONS, (4,), (2, 3, 4), (2, 3, 4), HALF),
+                (zeros(2, 3), (4,), (2, 3, 4), (2, 3, 4), np.float32),
+            )
+        ),
+    ],
+}
+
+
+@one_set
+@pytest.mark.parametrize("kernel", OTHERS)
+def test_calls_of_other_kernels_that_do_not_fit_are_refused(kernel: str) -> None:
+    attributes = {"concentration": np.float32(1)} if kernel == "rope_tables" else {}
+    for results, operands in OTHERS[kernel]:
+        several = isinstance(results[0][0], tuple)
+        outputs = [jax.ShapeDtypeStruct(*one) for one in (results if several else [results])]
+        with pytest.raises(jax.errors.JaxRuntimeError, match=kernel):
+            native.call(kernel, tuple(outputs) if several else outputs[0], *map(jnp.asarray, operands), **attributes)

@@ -1,14 +1,12 @@
 """Tables of cosines and sines, natively, against float64."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from peagle.ops import native
 from peagle.ops.rope import RopeConfig, Yarn, rope_frequencies, rope_tables
-from tests.ops.native.cases import ROUNDED, assert_same_bits, bits, one_at_a_time, one_set
+from tests.ops.native.cases import ROUNDED, assert_same_bits, bits, one_at_a_time
 
 pytestmark = pytest.mark.usefixtures("kernels")
 NO_MATRICES = True
@@ -69,25 +67,3 @@ def test_a_rows_bits_do_not_depend_on_the_others(dtype: type) -> None:
     in_a_row = rope_tables(config, jnp.asarray(positions.T), dtype, implementation="native")
     for ours, theirs in zip(in_a_row, together, strict=True):
         assert_same_bits(ours[0], theirs[:, 0])
-
-
-@one_set
-@pytest.mark.parametrize(
-    ("positions", "frequencies", "cos", "sin", "dtype"),
-    [
-        (np.zeros(6, np.int32), (4,), (6, 4), (6, 4), np.float32),
-        (POSITIONS, (4,), (2, 3, 5), (2, 3, 5), np.float32),
-        (POSITIONS, (4,), (2, 4, 4), (2, 4, 4), np.float32),
-        (POSITIONS, (4,), (2, 3, 4), (2, 3, 3), np.float32),
-        (POSITIONS, (4, 1), (2, 3, 4), (2, 3, 4), np.float32),
-        (POSITIONS, (4,), (2, 3, 4), (2, 3, 4), np.float16),
-        (POSITIONS.astype(np.float32), (4,), (2, 3, 4), (2, 3, 4), np.float32),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(
-    positions: np.ndarray, frequencies: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...], dtype: type
-) -> None:
-    results = jax.ShapeDtypeStruct(cos, dtype), jax.ShapeDtypeStruct(sin, dtype)
-    operands = jnp.asarray(positions), jnp.zeros(frequencies, jnp.float32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="rope_tables"):
-        native.call("rope_tables", results, *operands, concentration=np.float32(1))
