@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from peagle.engine.host import programs
-from peagle.ops import cuda, kernels
+from peagle.ops import cuda, kernels, native
 from peagle.ops.cuda import CudaError, graphs
 from peagle.ops.cuda.self_test import random_halves
 from peagle.workflows.check import check_kernels
@@ -25,7 +25,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     graphs.trial.cache_clear()
     yield
-    graphs.trial.cache_clear()
+    for status in (graphs.trial, native.status):  # they were asked about a GPU
+        status.cache_clear()
 
 
 def test_a_cpu_gets_no_options() -> None:
