@@ -46,6 +46,12 @@ def trained_for(drafter: Path) -> str | None:
     return target.get("weights") if isinstance(target, dict) else None
 
 
+def trained_depth(drafter: Path) -> int | None:
+    """Return how many drafts per position a drafter was trained for; None without a recipe beside it."""
+    cod = _record_beside(drafter).get("recipe", {}).get("cod")
+    return cod.get("depth") if isinstance(cod, dict) else None
+
+
 def recorded_coverage(drafter: Path) -> Coverage | None:
     """Return how much of its data a narrowed drafter can propose; None if no recipe beside it has it."""
     stored = _record_beside(drafter).get(COVERAGE)

@@ -355,7 +355,15 @@ class Pair:
             raise InputError(f"a target over several processes cannot take the role {config.role!r}; leave role out")
 
     def _warn_beyond_training(self, config: ResolvedConfig) -> None:
-        """Warn, once, if a drafter without a window may see more positions than it was trained on."""
+        """Warn of more drafts than the drafter was trained for; once, of more positions if it has no window."""
+        depth = self.speculation.trained_drafts
+        if depth is not None and config.num_drafts > depth:
+            warnings.warn(
+                f"K is {config.num_drafts}, but the drafter was trained for {depth} drafts: later ones are rarely "
+                f"accepted; lower -k to {depth}",
+                InputWarning,
+                stacklevel=3,
+            )
         trained = getattr(self.drafter, "trained_positions", None)
 
         def beyond(config: ResolvedConfig) -> bool:

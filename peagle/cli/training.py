@@ -162,7 +162,7 @@ def train(settings: "Train") -> int:
         raise KeyboardInterrupt
     display.warn(filter(None, (no_gain(log, settings.shape.init), weak_drafter(log, out, init=trainer.measure_start))))
     lines = [
-        f"drafter      {out / DRAFTER} | {_kept_step(log, trainer)} | {time.monotonic() - started:.0f} s now",
+        f"drafter      {out / DRAFTER} | {_kept_step(log, trainer)} | {time.monotonic() - started:.0f} s in this run",
         f"curve        {curve}",
     ]
     if covered is not None:

@@ -151,7 +151,7 @@ def _allows_all(schema: Any, *but: str) -> bool:
 
 @dataclass(frozen=True)
 class _Fault:
-    """A keyword that llguidance refuses. path: JSON Pointer of the object that has it."""
+    """A keyword that llguidance lacks, or whose value is wrong. path: JSON Pointer of the object that has it."""
 
     path: str
     keyword: str
@@ -159,8 +159,11 @@ class _Fault:
     remedy: str = "leave it out"
 
     def __str__(self) -> str:
-        reason = "" if self.reason.startswith(UNKNOWN) else f" ({self.reason})"
-        return f"{self.keyword} at {self.path} is not supported{reason}; {self.remedy}"
+        if self.reason.startswith(UNKNOWN):
+            return f"{self.keyword} at {self.path} is not supported; {self.remedy}"
+        if "supported" in self.reason or self.reason == SEVERAL:
+            return f"{self.keyword} at {self.path} is not supported ({self.reason}); {self.remedy}"
+        return f"{self.keyword} at {self.path} is not valid ({self.reason}); correct it, or {self.remedy}"
 
     @property
     def lost(self) -> str:

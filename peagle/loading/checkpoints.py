@@ -168,8 +168,9 @@ def speculation_of(drafter: str | Path | None, directory: Path | None) -> Specul
 def drafter_speculation(drafter_directory: Path) -> Speculation:
     """Return the settings of K "auto" for a drafter with weights, within its block. Reads no weights."""
     from drafter.dialects import open_drafter, parse_config
+    from drafter.trained import trained_depth
 
-    speculation = read_speculation(drafter_directory)
+    speculation = read_speculation(drafter_directory, trained_depth(drafter_directory))
     most = parse_config(open_drafter(drafter_directory)).block_drafts
     if most is None:
         return speculation

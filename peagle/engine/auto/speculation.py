@@ -21,25 +21,30 @@ _KINDS = ("greedy", "sampled")
 
 @dataclass(frozen=True)
 class Speculation:
-    """How adaptive steps draft: at most num_drafts tokens, starting from these acceptance counts."""
+    """How adaptive steps draft: at most num_drafts tokens, starting from these acceptance counts.
+
+    trained_drafts: how many drafts the drafter was trained for; None: unknown, or any number.
+    """
 
     num_drafts: int = DEFAULT_DRAFTS
     counts: Counts | None = None
+    trained_drafts: int | None = None
 
 
-def read_speculation(directory: Path) -> Speculation:
+def read_speculation(directory: Path, trained_drafts: int | None = None) -> Speculation:
     """Read the file of a drafter's folder; return the default for what it does not say.
 
     Raises InputError for a malformed file.
     """
     path = directory / SPECULATION_FILE
     value, counts = _object(path), None
+    default = min(DEFAULT_DRAFTS, trained_drafts or DEFAULT_DRAFTS)
     try:
         if "acceptance" in value:
             if value.get("edges") != list(EDGES):
                 raise ValueError
             counts = tuple(_positions(value["acceptance"][kind]) for kind in _KINDS)
-        return Speculation(_at_least_1(value.get("num_speculative_tokens", DEFAULT_DRAFTS)), counts)
+        return Speculation(_at_least_1(value.get("num_speculative_tokens", default)), counts, trained_drafts)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InputError(
             f'{path} does not say how to draft; expected {{"num_speculative_tokens": 7}}, and "acceptance" as peagle '

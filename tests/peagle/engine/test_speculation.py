@@ -50,6 +50,12 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, text: str) -> None
     assert "\n" not in str(refusal.value)
 
 
+def test_auto_drafts_no_more_than_was_trained_unless_the_file_says_so(tmp_path: Path) -> None:
+    assert read_speculation(tmp_path, 4) == Speculation(4, None, 4)
+    (tmp_path / SPECULATION_FILE).write_text('{"num_speculative_tokens": 9}')
+    assert read_speculation(tmp_path, 4) == Speculation(9, None, 4)
+
+
 @pytest.mark.parametrize("window", ["0", "-3", '"on"', "true", "1.5"])
 def test_a_window_is_a_number_of_positions_or_off(tmp_path: Path, window: str) -> None:
     (tmp_path / SPECULATION_FILE).write_text(f'{{"drafter_window": {window}}}')

@@ -19,7 +19,7 @@ from peagle.cli import main
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.loading.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM
+from peagle.loading.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM, resolve
 from peagle.loading.load import with_drafter
 from peagle.ops import native
 from peagle.pair import Pair
@@ -138,6 +138,16 @@ def test_windows_go_through_an_export(tmp_path: Path, dialect: str) -> None:
     arguments = ["export", str(tmp_path / "drafter"), "--out", str(tmp_path / dialect), "--dialect", dialect, "-q"]
     assert main([*arguments, "--verifier", "some/target"]) == 0
     assert parse_config(open_drafter(tmp_path / dialect)).windows == (20, 20)
+
+
+def test_more_drafts_than_were_trained_are_told(demo: Pair, tmp_path: Path) -> None:
+    """The recipe beside a drafter says how many were: beyond these it may run, but gains nothing."""
+    shutil.copytree(resolve(DEMO, "drafter"), tmp_path / "drafter")
+    (tmp_path / "recipe.json").write_text('{"recipe": {"cod": {"depth": 5}}}')
+    pair = with_drafter(demo, DEMO, tmp_path / "drafter")
+    pair.engine(pair.engine_config(5, context=64))
+    with pytest.warns(InputWarning, match="K is 9, but the drafter was trained for 5 drafts: .* lower -k to 5"):
+        pair.engine(pair.engine_config(9, context=64))
 
 
 def test_positions_beyond_the_drafters_own_are_told_once(demo: Pair) -> None:
