@@ -329,8 +329,6 @@ class LoadConfig:
     """P-EAGLE, EAGLE-3 or DFlash checkpoint; ngram: prompt lookup; demo-eagle3, demo-dflash. Default: demo."""
     aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
     """Target layers (0-based) that the drafter reads. Default: as in its config.json."""
-    download: Annotated[bool, Flag(MODEL)] = False
-    """Download models that are not in the Hugging Face cache."""
     draft_vocab: Annotated[str | None, Flag(SPECULATION, "N|FILE")] = None
     """Draft only the N most frequent tokens, or a JSON list of ids: a cheaper head."""
     drafter_window: Annotated[str, Flag(SPECULATION, "N|auto|off")] = "auto"
@@ -358,7 +356,7 @@ class LoadConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `peagle.load`."""
-        beside = ("target", "drafter", "download", "process")
+        beside = ("target", "drafter", "process")
         return {name: value for name, value in vars(self).items() if name not in beside}
 
 

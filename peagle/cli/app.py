@@ -24,7 +24,6 @@ from peagle.cli.command import (
     build_command,
     normalize,
     options_of,
-    read_config_file,
     register,
     usage_error,
     with_flag,
@@ -49,11 +48,10 @@ DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False)
 class Entry:
     """A command in the help of all commands.
 
-    group: its panel there; None for a subcommand. where: module:class within peagle.cli, imported when the command is
-    used; empty for a group of subcommands.
+    group: its panel there. where: module:class within peagle.cli, imported when the command is used.
     """
 
-    group: Group | None
+    group: Group
     summary: str
     where: str
 
@@ -70,9 +68,9 @@ COMMANDS = {
     "train": Entry(FIRST, "Train a P-EAGLE, EAGLE-3 or DFlash drafter.", "train:Train"),
     "sweep": Entry(FIRST, "Measure acceptance length and speed over K.", "sweep:Sweep"),
     "info": Entry(FIRST, "Inspect checkpoints: geometry, memory, whether they fit.", "info:Info"),
+    "download": Entry(MORE, "Download checkpoints from the Hugging Face Hub.", "download:Download"),
     "batch": Entry(MORE, "Run a file of OpenAI Batch API requests, without a server.", "batch:BatchCommand"),
-    "cluster": Entry(MORE, "Serve from several replicas on Ray Serve.", ""),
-    "cluster up": Entry(None, "Serve the API of `peagle serve` from several replicas, on Ray Serve.", "cluster:Up"),
+    "cluster": Entry(MORE, "Serve from several replicas, on Ray Serve.", "cluster:Cluster"),
     "data": Entry(MORE, "Generate training data: a target's answers to prompts.", "data:Data"),
     "export": Entry(MORE, "Convert a drafter for vLLM or speculators.", "export:Export"),
     "report": Entry(MORE, "Render the report of a sweep or a training, or compare sweeps.", "report:Report"),
@@ -98,16 +96,11 @@ def application(*loaded: str) -> App:
         group_parameters=OPTIONS,
     )
     app["--help"].show = False
-    for index, (words, entry) in enumerate(COMMANDS.items()):
-        parent_name, _, name = words.rpartition(" ")
-        parent = app[parent_name] if parent_name else app
-        if words in loaded:
-            register(parent, entry.load(), name, entry.group)
+    for index, (name, entry) in enumerate(COMMANDS.items()):
+        if name in loaded:
+            register(app, entry.load(), name)
         else:
-            flags = () if entry.where else HELP_FLAGS
-            panel: dict[str, Any] = {} if entry.group is None else {"group": entry.group}
-            stub = App(name=name, help=entry.summary, sort_key=index, help_flags=flags, version_flags=[], **panel)
-            parent.command(stub)
+            app.command(App(name=name, help=entry.summary, sort_key=index, group=entry.group, help_flags=()))
     return app
 
 
@@ -118,13 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Others are a command's own. Raises KeyboardInterrupt after Ctrl-C.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    stay_offline()  # only --download may use the network
+    stay_offline()  # only `peagle download` may use the network
     for stream in (sys.stdout, sys.stderr):  # a file name may hold bytes that the encoding lacks
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         refuse_shadowed()
-        _refuse_undecodable(typed)
         return _run(typed)
     except (InputError, MiscompilingJaxError) as error:
         return _complain(str(error))
@@ -136,43 +128,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _out_of_memory(error):
             return _complain(
                 f"out of memory: {str(error).splitlines()[0] if str(error) else 'no reason given'}; lower --context or "
-                "--slots, or load smaller weights with --experts packed or --dtype bfloat16"
+                "--slots, or load smaller weights with --dtype bfloat16"
             )
         raise
 
 
-def _refuse_undecodable(typed: Sequence[str]) -> None:
-    """Raise InputError if this Python does not read names as UTF-8, and an argument or the folder is not ASCII.
-
-    Such names are no text, which libraries refuse with errors of their own.
-    """
-    encoding = sys.getfilesystemencoding()
-    if encoding != "utf-8" and not "".join([*typed, os.getcwd()]).isascii():
-        raise InputError(
-            f"this Python reads arguments and names of files as {encoding}, and one of them is not ASCII; expected "
-            "UTF-8: set PYTHONUTF8=1"
-        )
-
-
 def _run(typed: list[str]) -> int:
-    if typed[0] == "--version":
-        return _show_version(typed[1:])
-    if typed[0].partition("=")[0] == "--completion":
+    name, *rest = typed
+    if name == "--version":
+        return _show_version(rest)
+    if name.partition("=")[0] == "--completion":
         return _show_completion(typed)
-    words, typed = _command_words(typed)
-    name = " ".join(words)
-    loaded = [name] if words and COMMANDS[name].where else []
-    app, options = application(*loaded), list(options_of(COMMANDS[name].load()) if loaded else ())
-    line = [*words, *normalize(typed, options)]
+    words = [name] if name in COMMANDS else []
+    app, options = application(*words), list(options_of(COMMANDS[name].load()) if words else ())
     try:
-        parsed = app(line, result_action="return_value", print_error=False, exit_on_error=False)
+        parsed = app(
+            [name, *normalize(rest, options)], result_action="return_value", print_error=False, exit_on_error=False
+        )
     except CycloptsError as error:
-        return _complain(usage_error(error, words, options, line))
-    return OK if parsed is None else _run_command(app, words, *parsed)  # None: the help is printed
+        return _complain(usage_error(error, words, options))
+    return OK if parsed is None else _run_command(*parsed)  # None: the help is printed
 
 
-def _run_command(app: App, words: Sequence[str], kind: type[Command], values: dict[str, Any]) -> int:
-    """Run a command. A --config file supplies the values that were not typed."""
+def _run_command(kind: type[Command], values: dict[str, Any]) -> int:
     from peagle.cli.compilation_cache import keep_compiled
 
     keep_compiled()
@@ -180,28 +158,9 @@ def _run_command(app: App, words: Sequence[str], kind: type[Command], values: di
         say("warning", "JAX_DISABLE_JIT is ignored: decoding runs compiled programs only")
     with _warnings_in_one_line():
         try:
-            if "config" in values:
-                values = {**read_config_file(app, words, kind, values["config"]), **values}
-            command = build_command(kind, values)
-            if any(option.name == "download" and option.of(command) for option in options_of(kind)):
-                from peagle.cli.models import download  # imports JAX
-
-                download(command)
-            return command.run()
+            return build_command(kind, values).run()
         except InputError as error:
             raise InputError(with_flag(error, kind)) from error
-
-
-def _command_words(typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into (the words of its command, the rest). A -- before a word is dropped."""
-    words: list[str] = []
-    while typed:
-        rest = typed[1:] if typed[0] == "--" else typed
-        if not rest or " ".join([*words, rest[0]]) not in COMMANDS:
-            break
-        words.append(rest[0])
-        typed = rest[1:]
-    return words, list(typed)
 
 
 def _show_completion(typed: Sequence[str]) -> int:
@@ -209,7 +168,7 @@ def _show_completion(typed: Sequence[str]) -> int:
     shell, *others = [*typed[0].split("=", 1), *typed[1:]][1:] or [""]
     if shell not in ("bash", "zsh") or others:
         raise InputError(f"--completion is {' '.join([shell, *others])!r}; expected bash or zsh, and nothing else")
-    app = application(*(name for name, entry in COMMANDS.items() if entry.where))
+    app = application(*COMMANDS)
     print(app.generate_completion(shell="bash" if shell == "bash" else "zsh"))
     return OK
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from peagle.base import interrupt
 from peagle.base.flag import Flag
-from peagle.cli.command import require_extra
+from peagle.cli.command import Takes, require_extra
 from peagle.cli.flags import QUIET
 from peagle.cli.output import say
-from peagle.cli.serve import FAILED, Served, check_models, load_engine
+from peagle.cli.serve import FAILED, Served, check_models, default_name, load_engine
 from peagle.config import EngineConfig
 
 if TYPE_CHECKING:  # it imports JAX
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # it imports JAX
 
 ALL_REFUSED = 3  # exit code
 MAX_QUEUE = 1 << 30  # no limit, because a line may ask for many answers, and no client waits
+ENGINE = Takes("num_speculative_tokens", "slots", "context", "prefill_chunk", "kv_memory")
 LINES_PER_SLOT = 2  # in flight, so that no slot waits for the next line
 
 
@@ -43,7 +44,7 @@ class BatchCommand(Served):
     """Requests, one per line."""
     answers: Annotated[Path, Flag(names=("OUT.jsonl",))]
     """Answers, appended in the order they finish."""
-    engine: EngineConfig = EngineConfig(slots=8, prefix_cache="on")
+    engine: Annotated[EngineConfig, ENGINE] = EngineConfig(slots=8, prefix_cache="on")
     quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
@@ -66,7 +67,8 @@ def answer_file(settings: BatchCommand) -> int:
     models = check_models(settings)
     check_files(settings.requests, settings.answers)
     display = Display(quiet=settings.quiet)
-    engine, builder, name = load_engine(settings, models, display, "answering as")
+    name = default_name(models[0])
+    engine, builder = load_engine(settings, models, display, f"answering as {name}")
     loop = EngineLoop(engine, MAX_QUEUE)
     batch = BatchFile(
         SharedState(loop, builder, name), settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports JAX
 
 MAY_BE_NONE = ("prompt_lengths", "new_tokens")
 
-LOADED = Takes("drafter", "download", "query_blocks", "ffn_blocks", "dtype", "experts", "mesh")
+LOADED = Takes("drafter", "query_blocks", "ffn_blocks", "dtype", "experts", "mesh")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,10 +25,7 @@ if TYPE_CHECKING:  # they import JAX
     from peagle.workflows.run import Run, RunConfig
 
 BAD_INPUT = 2  # exit code
-LOADED = Takes(
-    *("target", "drafter", "download", "drafter_window", "query_blocks", "ffn_blocks"),
-    *("dtype", "experts", "mesh"),
-)
+LOADED = Takes("target", "drafter", "query_blocks", "ffn_blocks", "dtype", "mesh")
 PROMPT = "> "
 RESET, EXIT = "/reset", "/exit"
 _COMMAND = re.compile(r"/[a-z]+")

@@ -1,4 +1,4 @@
-"""`peagle cluster up`: a fleet on Ray Serve, until Ctrl-C, SIGTERM or SIGHUP."""
+"""`peagle cluster`: a fleet on Ray Serve, until Ctrl-C, SIGTERM or SIGHUP."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ REPORTS = "RAY_USAGE_STATS_ENABLED"  # usage reports to Ray's makers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Up:
-    """Serve the API of `peagle serve` from several replicas, on Ray Serve.
+class Cluster:
+    """Serve from several replicas, on Ray Serve.
 
-    By default each replica prefills and decodes. With --prefill N, N more
-    replicas prefill and hand the requests over to those that decode, so that a
-    long prompt does not delay other answers. Ctrl-C stops all replicas.
+    The API is that of peagle serve. Each replica prefills and decodes. With
+    --prefill N, N more replicas prefill and hand the requests over to those that
+    decode, so that a long prompt does not delay other answers. Ctrl-C stops all.
 
     Whoever reaches Ray's ports can run code: run a cluster on a trusted network
     only. Without --address the ports are on loopback, except one per replica,
@@ -38,15 +38,15 @@ class Up:
 
     [bold]Examples[/bold]
 
-      two replicas of the demo models   [cyan]peagle cluster up --decode 2[/cyan]
+      two replicas of the demo models   [cyan]peagle cluster --decode 2[/cyan]
       disaggregated prefill
-        [cyan]peagle cluster up --prefill 1 --decode 2 --target DIR --drafter DIR[/cyan]
+        [cyan]peagle cluster --prefill 1 --decode 2 --target DIR --drafter DIR[/cyan]
       autoscaling
-        [cyan]peagle cluster up --decode 1 --max-decode 4 --drain 120[/cyan]
+        [cyan]peagle cluster --decode 1 --max-decode 4 --drain 120[/cyan]
       in a running Ray cluster
-        [cyan]peagle cluster up --address auto --decode 8 --num-gpus 1[/cyan]
+        [cyan]peagle cluster --address auto --decode 8 --num-gpus 1[/cyan]
       for Ray Serve's own `serve deploy fleet.json`
-        [cyan]peagle cluster up --decode 8 --write-config fleet.json[/cyan]
+        [cyan]peagle cluster --decode 8 --write-config fleet.json[/cyan]
     """
 
     fleet: FleetConfig = FleetConfig()
@@ -67,7 +67,7 @@ class Up:
         return start_fleet(self)
 
 
-def start_fleet(settings: Up) -> int:
+def start_fleet(settings: Cluster) -> int:
     """Run a fleet and return the exit code. Raises InputError for bad options, and without Ray, before it starts."""
     from peagle.cli.display import Display
     from peagle.parallel.mesh import refuse_replicas
@@ -107,7 +107,7 @@ def start_fleet(settings: Up) -> int:
     return 0
 
 
-def served(settings: Up) -> FleetConfig:
+def served(settings: Cluster) -> FleetConfig:
     """Complete a fleet's config: name, keys and hosts. Raises InputError for models that do not fit."""
     from peagle.loading.checkpoints import or_demo
 
@@ -121,7 +121,7 @@ def served(settings: Up) -> FleetConfig:
     return dataclasses.replace(completed(fleet), served_model_name=name, keys=keys, hosts=hosts)
 
 
-def write_config(file: OutputFile, settings: Up, fleet: FleetConfig) -> None:
+def write_config(file: OutputFile, settings: Cluster, fleet: FleetConfig) -> None:
     """Write the config of `serve deploy`. JSON is valid YAML. Raises InputError if it would hold API keys."""
     if settings.api_key_file is not None:
         raise InputError("--write-config would write the keys of --api-key-file as plain text; give one of the two")

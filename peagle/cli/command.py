@@ -6,11 +6,9 @@ import difflib
 import functools
 import inspect
 import textwrap
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
 from cyclopts import App, Group, Parameter
@@ -25,11 +23,9 @@ from cyclopts.exceptions import (
 )
 
 from peagle.base.errors import InputError, not_installed
-from peagle.base.files import reason_of
 from peagle.base.flag import Flag, Takes, check_type, expected_of
 
 ARGUMENTS, OPTIONS = Group("Arguments", sort_key=-2), Group("Options", sort_key=-1)
-CONFIG = "config"  # the field that names a file of options
 
 
 @runtime_checkable
@@ -131,7 +127,7 @@ def field_helps(kind: type[Any]) -> dict[str, str]:
     return helps
 
 
-def register(app: App, kind: type[Command], name: str, group: Group | None) -> None:
+def register(app: App, kind: type[Command], name: str) -> None:
     """Add a command to an app. Parsing it returns (its dataclass, the typed values by the options' names)."""
     options = list(options_of(kind))
     panels: dict[str, Group] = {}
@@ -176,8 +172,7 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         sorted(parameters, key=lambda parameter: parameter.kind)
     )
     parse.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    extra: dict[str, Any] = {} if group is None else {"group": group}
-    app.command(parse, name=name, help=inspect.cleandoc(kind.__doc__ or ""), **extra)
+    app.command(parse, name=name, help=inspect.cleandoc(kind.__doc__ or ""))
 
 
 def normalize(typed: Sequence[str], options: Sequence[Option]) -> list[str]:
@@ -265,38 +260,12 @@ def with_flag(error: InputError, kind: type[Any]) -> str:
     return message
 
 
-def read_config_file(app: App, words: Sequence[str], kind: type[Command], file: Path) -> dict[str, Any]:
-    """Read options of a command from a TOML file, whose keys are flags without leading dashes.
-
-    Raises InputError for a key that is no option, and for a value of another type.
-    """
-    try:
-        values = tomllib.loads(file.read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(
-            f"--config {file} cannot be read: {reason_of(error)}; expected TOML, such as slots = 8"
-        ) from None
-    tokens = []
-    for key, value in values.items():
-        flag = f"-{key}" if len(key) == 1 else f"--{key.replace('_', '-')}"
-        for item in value if isinstance(value, list) else [value]:
-            tokens.append(f"{flag}={str(item).lower() if isinstance(item, bool) else item}")
-    try:
-        _, typed = app([*words, *tokens], result_action="return_value", print_error=False, exit_on_error=False)
-    except CycloptsError as error:
-        raise InputError(f"--config {file}: {usage_error(error, words, list(options_of(kind)), tokens)}") from None
-    if CONFIG in typed:
-        raise InputError(f"--config {file} names another file of options; leave that out")
-    parsed: dict[str, Any] = typed
-    return parsed
+def usage_error(error: CycloptsError, words: Sequence[str], options: Sequence[Option]) -> str:
+    """Describe a parser's error in one line, which ends with how to show the help."""
+    return f"{_reason(error, options)} ({' '.join(['peagle', *words])} --help shows the usage)"
 
 
-def usage_error(error: CycloptsError, words: Sequence[str], options: Sequence[Option], line: Sequence[str]) -> str:
-    """Describe a parser's error about a normalized line in one line, which ends with how to show the help."""
-    return f"{_reason(error, options, line)} ({' '.join(['peagle', *words])} --help shows the usage)"
-
-
-def _reason(error: CycloptsError, options: Sequence[Option], line: Sequence[str]) -> str:
+def _reason(error: CycloptsError, options: Sequence[Option]) -> str:
     flags = [name for option in options if not option.is_argument for name in option.names]
     token: Any = getattr(error, "token", None)
     typed = "" if token is None else token.value
@@ -312,8 +281,7 @@ def _reason(error: CycloptsError, options: Sequence[Option], line: Sequence[str]
         return " ".join(str(error).split())
     name = option.names[0]
     if isinstance(error, RepeatArgumentError):
-        values = [value for flag, _, value in (word.partition("=") for word in line) if flag in option.names]
-        return f"{name} is given twice{', ' * bool(values)}{' and '.join(values)}; leave one out"
+        return f"{name} is given twice; leave one out"
     if isinstance(error, MissingArgumentError):
         return f"expected {name} {option.flag.metavar or ''}".rstrip()
     if isinstance(error, CoercionError):

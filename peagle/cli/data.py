@@ -63,7 +63,7 @@ class Data:
     num_prompts: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Use the first N prompts, 1 or more."""
     rendering: Annotated[Rendering, Takes("raw", "system", "reasoning_effort", "date")] = Rendering()
-    load: Annotated[LoadConfig, Takes("target", "download", "dtype")] = LoadConfig()
+    load: Annotated[LoadConfig, Takes("target", "dtype")] = LoadConfig()
     max_new_tokens: Annotated[int | None, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = None
     """Maximum tokens of an answer. Default: what the context leaves."""
     engine: Annotated[EngineConfig, Takes("context", "slots")] = EngineConfig(context=512, slots=32)

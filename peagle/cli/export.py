@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from peagle.base.flag import OUTPUT, Flag
 from peagle.cli.command import Takes
-from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig
 
 
@@ -34,8 +33,7 @@ class Export:
     verifier: Annotated[str | None, Flag(OUTPUT, "NAME|DIR")] = None
     """Target, as named in the exported config; required for speculators. A directory also supplies what the drafter
     lacks: positions, embedding, head."""
-    load: Annotated[LoadConfig, Takes("aux_layer_ids", "download")] = LoadConfig()
-    quiet: Annotated[bool, QUIET] = False
+    load: Annotated[LoadConfig, Takes("aux_layer_ids")] = LoadConfig()
 
     def run(self) -> int:
         """Write the drafter to --out, and print which servers refuse it. Return the exit code."""
@@ -44,7 +42,7 @@ class Export:
         from peagle.workflows.export import export
 
         source, out = resolve(self.drafter, "drafter"), Path(self.out)
-        display = Display(quiet=self.quiet)
+        display = Display()
         with display.stage(f"exporting {self.drafter}"):
             exported = export(source, out, self.dialect, self.verifier, self.load.aux_layer_ids)
         lines = [f"drafter      {out} | {self.dialect} | read back bit for bit"]

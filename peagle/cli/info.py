@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from peagle.base.errors import InputError
 from peagle.base.flag import PLAN, Flag, check_least
@@ -26,20 +26,15 @@ class Info:
       both, and whether they fit    [cyan]peagle info TARGET DRAFTER[/cyan]
       memory on eight GPUs
         [cyan]peagle info --mesh tp=8 --slots 16 --context 8192 --device H100 DIR[/cyan]
-      memory of an engine that only decodes
-        [cyan]peagle info TARGET DRAFTER --role decode --slots 8[/cyan]
     """
 
     directories: Annotated[tuple[str, ...], Flag(names=("DIR",))] = ()
     """Target, drafter, or both; demo, demo-eagle3, demo-dflash: the package's own. Default: demo demo."""
-    load: Annotated[LoadConfig, Takes("aux_layer_ids", "download")] = LoadConfig()
-    role: Annotated[Literal["both", "prefill", "decode"] | None, Flag(PLAN, "ROLE")] = None
-    """Also print the cache memory of an engine, and how many tokens fit. prefill: it only prefills prompts; decode: it
-    only decodes; both: it does both."""
+    load: Annotated[LoadConfig, Takes("aux_layer_ids")] = LoadConfig()
     mesh: Annotated[str | None, Flag(PLAN, "tp=N,ep=N,dp=N")] = None
     """Also print what each device of this mesh holds of the target. The devices need not be present."""
     slots: Annotated[int | None, Flag(PLAN, "N")] = None
-    """Requests decoded at once, 1 or more, over all replicas. Default: one per replica."""
+    """Requests decoded at once by the engine that is planned, over all replicas. Default: one per replica."""
     context: Annotated[int, Flag(PLAN, "N")] = 4096
     """Context length in tokens, 2 or more."""
     device: Annotated[str, Flag(PLAN, "H100|H200|B200")] = "H100"
@@ -96,10 +91,13 @@ def inspect(settings: Info) -> int:
         outputs = ", ".join(map(str, layers.outputs))
         show_lines([f"They fit: the drafter reads the outputs of the target's layers {outputs}."])
         warnings += [layers.warning, another_target(drafter_path, target_path)]
-    if settings.role is not None:
+    if targets:
         drafting = (drafters[0][1], drafters[0][3]) if drafters else None
-        rows = engine_rows(settings.role, slots, settings.context, targets[0][1:], drafting)
-        _print_table(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
+        _print_table(
+            "an engine",
+            f"{settings.context:,} positions",
+            engine_rows(slots, settings.context, targets[0][1:], drafting),
+        )
     show_lines([f"WARNING: {warning}" for warning in warnings if warning is not None])
     return 0
 
@@ -140,8 +138,6 @@ def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Seq
         raise InputError("--aux-layer-ids is given, but no drafter to read them; leave it out")
     if settings.mesh is not None and not num_targets:
         raise InputError("--mesh is given, but no target to shard; name one, or leave --mesh out")
-    if settings.role is not None and not num_targets:
-        raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
 
 
 def _print_table(name: str, kind: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -1,43 +1,16 @@
-"""Download, choose and load the target and the drafter of a command; name options without effect."""
+"""Choose and load the target and the drafter of a command; name options without effect."""
 
-from typing import Any
-
-from peagle.base.sizes import format_size
-from peagle.cli.command import changed_options, options_of
+from peagle.cli.command import changed_options
 from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.processes import load_in_all
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
 from peagle.engine.resolved import shared_slots
 from peagle.loading.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve
-from peagle.loading.hub import cache, fetch, is_name, remaining
 from peagle.pair import Pair
 from peagle.parallel.mesh import parse_mesh
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import Tokenizer
-
-CHECKPOINT_FIELDS = ("target", "drafter", "init", "directories")
-
-
-def download(command: Any) -> None:
-    """Download the files that the local cache lacks of the checkpoints that a command names.
-
-    Raises InputError if a checkpoint cannot be fetched, and KeyboardInterrupt after Ctrl-C.
-    """
-    display = Display(quiet=getattr(command, "quiet", False))
-    kept = f"complete files stay in {cache()}; the same command downloads the rest"
-    values = [option.of(command) for option in options_of(type(command)) if option.name in CHECKPOINT_FIELDS]
-    names = [name for value in values if value for name in (value.split(",") if isinstance(value, str) else value)]
-    for name in filter(is_name, dict.fromkeys(names)):
-        with display.stage(f"looking up {name}"):
-            missing = remaining(name)
-        if not missing.num_files:
-            display.note(f"{name} is in {cache()} already")
-            continue
-        files = f"{missing.num_files} file{'s' * (missing.num_files > 1)}"
-        display.note(f"downloading {name} into {cache()}: {files}, {format_size(missing.num_bytes)}")
-        with display.on_interrupt(lambda: kept), display.stage(f"downloading {name}") as progress:
-            fetch(missing, progress)
 
 
 def chosen_models(load: LoadConfig, k: NumDrafts) -> tuple[str, str | None]:

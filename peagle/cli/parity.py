@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from peagle.base.errors import InputError
 from peagle.base.flag import PROMPT, RUNNING, SPECULATION, Flag, check_least
 from peagle.cli.command import Takes, record
-from peagle.cli.flags import JSON, PROMPT_FILE, QUIET
+from peagle.cli.flags import JSON, PROMPT_FILE
 from peagle.cli.output import STANDARD_OUTPUT, output_file, show_lines
 from peagle.config import LoadConfig, check_num_drafts
 from peagle.measure.provenance import provenance
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
-from peagle.text.prompts import Conversation, Rendering
+from peagle.text.prompts import Rendering
 
 if TYPE_CHECKING:  # they import JAX
-    from peagle.cli.display import Display
-    from peagle.pair import Pair
     from peagle.workflows.hf_reference import TargetParity
-    from peagle.workflows.parity import DraftedTexts, Findings, ParityConfig
+    from peagle.workflows.parity import Findings
 
-LOADED = Takes("target", "drafter", "aux_layer_ids", "download", "drafter_window", "dtype")
+REFERENCE_STEPS = 6  # to compare with the float64 reference, which is slow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +40,10 @@ class Parity:
 
       the demo models          [cyan]peagle parity[/cyan]
       low acceptance, why?
-        [cyan]peagle parity --target DIR --drafter DIR --prompts IN.jsonl[/cyan]
+        [cyan]peagle parity --target DIR --drafter DIR --prompt-file IN.jsonl[/cyan]
     """
 
-    load: Annotated[LoadConfig, LOADED] = LoadConfig()
+    load: Annotated[LoadConfig, Takes("target", "drafter", "aux_layer_ids")] = LoadConfig()
     prompts: Annotated[Path | None, PROMPT_FILE] = None
     """Prompt file, in a format of peagle speculate; required for any other target than the demo's. Default: the demo's
     held-out prompts."""
@@ -56,14 +54,11 @@ class Parity:
     """Tokens drafted per step (K)."""
     max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 64
     """Maximum tokens of an answer, 2 or more."""
-    reference_steps: Annotated[int, Flag(RUNNING, "N")] = 6
-    """Steps, 1 or more, to compare with the float64 reference, which is slow."""
     json: Annotated[str | None, JSON] = None
-    quiet: Annotated[bool, QUIET] = False
 
     def __post_init__(self) -> None:
         check_num_drafts(self.num_speculative_tokens, plain=False)
-        check_least(self, num_prompts=1, max_new_tokens=2, reference_steps=1)
+        check_least(self, num_prompts=1, max_new_tokens=2)
 
     def run(self) -> int:
         return compare(self)
@@ -79,8 +74,8 @@ def compare(settings: Parity) -> int:
     from peagle.cli.models import load_pair
     from peagle.loading.checkpoints import WEIGHTLESS, drafter_path, or_demo, resolve
     from peagle.loading.fit import check_fit
-    from peagle.workflows.hf_reference import DTYPE
-    from peagle.workflows.parity import ParityConfig, draft_texts, examine
+    from peagle.workflows.hf_reference import DTYPE, compare_target
+    from peagle.workflows.parity import ParityConfig, draft_texts, emitted_texts, examine
     from peagle.workflows.run_report import dumps
 
     json_file = output_file(settings.json, "--json")
@@ -95,16 +90,20 @@ def compare(settings: Parity) -> int:
     config = ParityConfig(
         num_speculative_tokens=settings.num_speculative_tokens,
         max_new_tokens=settings.max_new_tokens,
-        reference_steps=settings.reference_steps,
+        reference_steps=REFERENCE_STEPS,
         raw=settings.rendering.raw,
     )
-    display = Display(quiet=settings.quiet)
+    display = Display()
     display.warn(prompts.warnings)
     # bfloat16, the default elsewhere, routes some tokens to other experts
-    pair = load_pair(target, drafter, dataclasses.replace(settings.load, dtype=settings.load.dtype or DTYPE), display)
+    pair = load_pair(target, drafter, dataclasses.replace(settings.load, dtype=DTYPE), display)
     with display.stage("decoding", animated=False):
         drafted = draft_texts(pair, conversations, config, raw=config.raw)
-    compared = _compare_target(pair, drafted, settings, conversations, config, display)
+    with display.stage("comparing the target", animated=False) as progress:
+        number = len(drafted.texts)
+        compared = compare_target(
+            resolve(target, "target"), emitted_texts(pair, drafted), lambda done: progress(done, number)
+        )
     with display.stage("comparing the drafter", animated=False) as progress:
         findings = examine(pair, cast(Any, pair.drafter), open_drafter(path), drafted, conversations, config, progress)
     lines = [*compared.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
@@ -116,31 +115,6 @@ def compare(settings: Parity) -> int:
     if settings.json != STANDARD_OUTPUT:
         show_lines(lines, SUMMARY_INDENT)
     return 0 if findings.fine and compared.fine else 1
-
-
-def _compare_target(
-    pair: "Pair",
-    drafted: "DraftedTexts",
-    settings: Parity,
-    conversations: Sequence[Conversation],
-    config: "ParityConfig",
-    display: "Display",
-) -> "TargetParity":
-    """Compare the target with transformers' in DTYPE, in which a pair of another dtype answers once more."""
-    from peagle.cli.models import load_pair
-    from peagle.loading.checkpoints import or_demo, resolve
-    from peagle.workflows.hf_reference import DTYPE, compare_target
-    from peagle.workflows.parity import draft_texts, emitted_texts
-
-    target, number = or_demo(settings.load.target), len(drafted.texts)
-    if pair.loaded.dtype != DTYPE:
-        load = dataclasses.replace(settings.load, dtype=DTYPE)
-        pair = load_pair(target, or_demo(settings.load.drafter), load, display)
-        with display.stage(f"decoding in {DTYPE}", animated=False):
-            drafted = draft_texts(pair, conversations, config, raw=config.raw)
-    with display.stage("comparing the target", animated=False) as progress:
-        along = emitted_texts(pair, drafted)
-        return compare_target(resolve(target, "target"), along, lambda done: progress(done, number))
 
 
 def _as_json(settings: Parity, prompts: PromptSet, compared: "TargetParity", findings: "Findings") -> dict[str, Any]:
@@ -204,10 +178,10 @@ def _report_lines(findings: "Findings", settings: Parity) -> Iterator[str]:
 def _prompts(settings: Parity, target: str) -> PromptSet:
     from peagle.loading.checkpoints import DEMO, HELD_OUT, resolve
 
-    if settings.prompts is None and target != DEMO:
+    if settings.prompts is not None:
+        return read_prompts(settings.prompts, resolve(target, "target"), settings.rendering)
+    if target != DEMO:
         raise InputError(
             f"the demo's prompts are for the demo target only; give prompts for {target} with --prompt-file FILE"
         )
-    if settings.prompts is None:
-        return read_prompt_file(HELD_OUT)
-    return read_prompts(settings.prompts, resolve(target, "target"), settings.rendering)
+    return read_prompt_file(HELD_OUT)

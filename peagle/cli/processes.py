@@ -39,7 +39,7 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
         return run(settings)
     if load.mesh is None:
         raise InputError("--process is given without --mesh, which shards the target over the processes; give both")
-    why = "several processes run one replica of the target; peagle cluster up --decode N runs several"
+    why = "several processes run one replica of the target; peagle cluster --decode N runs several"
     refuse_replicas(load.mesh, why)
     versions = {name: importlib.metadata.version(name) for name in ("peagle", "jax", "jaxlib")}
     options = {name: str(value) if isinstance(value, Path) else value for name, value in record(settings).items()}

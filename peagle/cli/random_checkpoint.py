@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from peagle.base.errors import InputError
-from peagle.base.flag import Flag, check_least
+from peagle.base.flag import Flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,6 @@ class RandomCheckpoint:
     """Output directory; it must not exist yet."""
     unquantized: Annotated[bool, Flag()] = False
     """Write experts in bfloat16 instead of MXFP4."""
-    seed: Annotated[int, Flag(metavar="N")] = 0
-    """Random seed; equal seeds give equal files."""
-
-    def __post_init__(self) -> None:
-        check_least(self, seed=0)
 
     def run(self) -> int:
         from peagle.base.files import expect_new
@@ -42,6 +37,6 @@ class RandomCheckpoint:
             raise InputError(f"size is {self.size!r}; expected one of {', '.join(SIZES)}", "size")
         expect_new(self.directory)
         with Display().stage(f"writing {self.directory}"):
-            write_random_checkpoint(self.directory, SIZES[self.size], mxfp4=not self.unquantized, seed=self.seed)
-        show_lines([f"{self.directory}: {self.size}, seed {self.seed}"])
+            write_random_checkpoint(self.directory, SIZES[self.size], mxfp4=not self.unquantized)
+        show_lines([f"{self.directory}: {self.size}"])
         return 0

@@ -1,4 +1,4 @@
-"""`peagle serve`: OpenAI's API over HTTP; and the engine that `peagle batch` and `peagle cluster up` set up like it."""
+"""`peagle serve`: OpenAI's API over HTTP; and the engine that `peagle batch` and `peagle cluster` set up like it."""
 
 import logging
 import re
@@ -27,9 +27,16 @@ if TYPE_CHECKING:  # they import JAX
     from peagle.pair import Pair
     from peagle.serve.request_builder import RequestBuilder
 
-LOADED = Takes(
-    *("target", "drafter", "aux_layer_ids", "download", "draft_vocab", "drafter_window", "retain_full_kv"),
-    *("query_blocks", "ffn_blocks", "dtype", "experts", "mesh", "process"),
+LOADED = (
+    "target",
+    "drafter",
+    "draft_vocab",
+    "drafter_window",
+    "query_blocks",
+    "ffn_blocks",
+    "dtype",
+    "mesh",
+    "process",
 )
 DEMO_NAME = "peagle-demo"
 FAILED = 1  # exit code
@@ -41,10 +48,8 @@ ANY_ORIGIN = "*"  # as in peagle.serve.http, which imports pydantic
 class Served:
     """The pair and its engine, for requests of OpenAI's API over HTTP or from a file."""
 
-    load: Annotated[LoadConfig, LOADED] = LoadConfig()
+    load: Annotated[LoadConfig, Takes(*LOADED)] = LoadConfig()
     engine: EngineConfig = EngineConfig(slots=4, prefix_cache="on")
-    served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
-    """Model name in the API. Default: the name of the target's directory."""
     rendering: Annotated[Rendering, Takes("date")] = Rendering()
 
 
@@ -62,18 +67,18 @@ class Serve(Served):
       your checkpoints
         [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
       with an API key      [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
-      options from a file  [cyan]peagle serve --config serve.toml[/cyan]   (max-queue = 8)
       call the server
         [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
     """
 
+    load: Annotated[LoadConfig, Takes(*LOADED, "retain_full_kv")] = LoadConfig()
+    served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
+    """Model name in the API. Default: the name of the target's directory."""
     host: Annotated[str, HOST] = "127.0.0.1"
     port: Annotated[int, Flag(SERVER, "N")] = 8000
     """Port to listen on; 0: any free port."""
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64
     """Requests that may wait for a slot; further ones get status 429."""
-    max_unsent: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
-    """Bytes of a stream that may wait for a slow client; a stream with more ends with an error."""
     response_store: Annotated[int, Flag(SERVER, "BYTES")] = 256_000_000
     """Memory for responses that /v1/responses keeps for a day, for previous_response_id and item references; 0: none is
     kept."""
@@ -83,11 +88,9 @@ class Serve(Served):
     drain: Annotated[int, Flag(SERVER, "SECONDS")] = 30
     """Time for open answers to finish after SIGTERM or Ctrl-C."""
     quiet: Annotated[bool, QUIET] = False
-    config: Annotated[Path | None, Flag(SERVER, "FILE.toml")] = None
-    """TOML file with options by name; options on the command line take precedence."""
 
     def __post_init__(self) -> None:
-        check_least(self, max_queue=0, max_unsent=1, response_store=0, drain=0)
+        check_least(self, max_queue=0, response_store=0, drain=0)
 
     def run(self) -> int:
         from peagle.cli.processes import run_together
@@ -119,7 +122,8 @@ def serve(settings: Serve) -> int:
             say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
         if not display.live:
             display.note("loading and compiling; connections wait until the server is ready")
-        engine, builder, name = load_engine(settings, models, display)
+        name = settings.served_model_name or default_name(models[0])
+        engine, builder = load_engine(settings, models, display, f"serving {name}")
         loop = EngineLoop(engine, settings.max_queue)
         shared = SharedState(
             loop,
@@ -130,7 +134,6 @@ def serve(settings: Serve) -> int:
             hosts=allowed_hosts(settings.host, keys, settings.allow_origin),
             log=None if settings.quiet else _request_log(),
             responses=ResponseStore(settings.response_store, RESPONSE_TTL_S, RESPONSE_OPTIONS),
-            max_unsent=settings.max_unsent,
         )
         options = ServerOptions(
             drain_s=settings.drain,
@@ -157,25 +160,19 @@ def check_models(settings: Served) -> tuple[str, str | None]:
 
 
 def load_engine(
-    settings: Served, models: tuple[str, str | None], display: "Display", doing: str = "serving"
-) -> "tuple[AnyEngine, RequestBuilder, str]":
-    """Load the pair and warm up its engine; return (engine, builder, model name). doing: begins the note about it."""
+    settings: Served, models: tuple[str, str | None], display: "Display", doing: str
+) -> "tuple[AnyEngine, RequestBuilder]":
+    """Load the pair, warm up its engine, and note its size. doing: begins the note, as "serving NAME"."""
     from peagle.cli.models import chosen_context, load_pair
     from peagle.serve.request_builder import RequestBuilder
 
     pair = load_pair(*models, settings.load, display)
-    config = pair.resolve(
-        settings.engine,
-        context=chosen_context(pair, settings.engine),
-        k_per_request=True,
-    )
+    config = pair.resolve(settings.engine, context=chosen_context(pair, settings.engine), k_per_request=True)
     engine = pair.engine(config)
     _warm_up(pair, engine, display)
-    name = settings.served_model_name or default_name(models[0])
-    for line in _describe(pair, engine, f"{doing} {name}"):
+    for line in _describe(pair, engine, doing):
         display.note(line)
-    builder = RequestBuilder(pair, config.context, settings.rendering.date, config.num_drafts)
-    return engine, builder, name
+    return engine, RequestBuilder(pair, config.context, settings.rendering.date, config.num_drafts)
 
 
 def default_name(target: str) -> str:

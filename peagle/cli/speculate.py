@@ -1,10 +1,6 @@
 """`peagle speculate`: generate with speculative decoding, or plainly with -k 0, and report the speed-up."""
 
-import fcntl
-import os
-import stat
 import sys
-import termios
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,9 +40,10 @@ def load(self, path, mode="r", encoding="utf-8"):
     self.loaded[path] = settings
     return settings'''  # a task that the demo target can do
 LOADED = Takes(
-    *("target", "drafter", "aux_layer_ids", "download", "draft_vocab", "drafter_window"),
-    *("query_blocks", "ffn_blocks", "dtype", "experts", "mesh", "process"),
+    *("target", "drafter", "aux_layer_ids", "draft_vocab", "drafter_window"),
+    *("query_blocks", "ffn_blocks", "dtype", "mesh", "process"),
 )
+ENGINE = Takes("num_speculative_tokens", "slots", "context", "prefill_chunk")
 COMPARE_S = 2.0  # how long further rounds of speculation and plain decoding may take
 
 
@@ -76,13 +73,13 @@ class Speculate:
     published set, such as MT-Bench; or .txt, one prompt per line."""
     prompt_ids: Annotated[str | None, Flag(PROMPT, "1,2,3")] = None
     """Prompt as token ids, without the chat template."""
-    rendering: Rendering = Rendering()
+    rendering: Annotated[Rendering, Takes("raw", "system", "reasoning_effort")] = Rendering()
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: Annotated[EngineConfig, ENGINE] = EngineConfig()
     no_baseline: Annotated[bool, Flag(SPECULATION)] = False
     """Skip plain decoding: no speed-up is reported."""
     sampling: SamplingParams = SamplingParams()
-    answer: AnswerConfig = AnswerConfig()
+    answer: Annotated[AnswerConfig, Takes("max_new_tokens", "stop", "logprobs")] = AnswerConfig()
     json_schema: Annotated[Path | None, Flag(SAMPLING, "FILE")] = None
     """The answer follows this JSON schema."""
     regex: Annotated[str | None, Flag(SAMPLING, "REGEX")] = None
@@ -144,14 +141,11 @@ def decode(settings: Speculate) -> int:
     )
     display.warn(warnings)
     display.warn(unused_sampling(settings.sampling))
-    if settings.prompt is None and settings.prompt_file is None and settings.prompt_ids is None:
-        display.note(f"the built-in example:\n{EXAMPLE}\n")
-        if _has_unread_input():
-            display.warn(
-                ["standard input holds text, which is not read; expected - as the prompt to take it from there"]
-            )
-    if display.shows_drafts:
-        display.note("coloured: accepted drafts, by their position in the step\n")
+    colours = " (coloured: accepted drafts, by their position in the step)" if display.shows_drafts else ""
+    if (settings.prompt, settings.prompt_file, settings.prompt_ids) == (None, None, None):
+        display.note(f"the built-in example:\n{EXAMPLE}\n\nits answer{colours}:\n")
+    elif colours:
+        display.note(f"the answer{colours}:\n")
     pair = load_pair(target, drafter, settings.load, display)
     display.set_tokenizer(pair.tokenizer)
     if any(conversation.prompt_ids is None for conversation in conversations):
@@ -237,20 +231,6 @@ def _prompts(settings: Speculate, target: Path) -> tuple[Sequence[Conversation],
     if settings.prompt == "-":
         return [from_text(_read_standard_input(), "standard input")], [], []
     return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)], [], []
-
-
-def _has_unread_input() -> bool:
-    """Whether a file or a pipe at standard input holds text. Never waits: a service's pipe may stay open and empty."""
-    try:
-        descriptor = sys.stdin.fileno()
-        status = os.fstat(descriptor)
-        if stat.S_ISREG(status.st_mode):
-            return os.lseek(descriptor, 0, os.SEEK_CUR) < status.st_size
-        if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode):
-            return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
-    except (OSError, ValueError, AttributeError):  # it is closed, or None
-        pass
-    return False
 
 
 def _read_standard_input() -> str:

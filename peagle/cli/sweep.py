@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # they import JAX
 
 RESOLVED = ("dtype", "experts", "kernels")  # fields of peagle.pair.Loaded: what the options resolved to
 DEMO_PROMPTS = 60  # by default
-LOADED = Takes("target", "download", "dtype", "experts")
+LOADED = Takes("target", "dtype", "experts")
 # allowed with --resume, because they do not change the measurements
 FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
@@ -51,7 +51,7 @@ class Sweep:
       the acceptance that -k auto begins with
         [cyan]peagle sweep --out RUN --resume --write-widths DRAFTER[/cyan]
       your checkpoints
-        [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompts IN.jsonl[/cyan]
+        [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompt-file IN.jsonl[/cyan]
       two drafters
         [cyan]peagle sweep --out RUN -k 1-7,auto --drafter demo,ngram --repeats 5[/cyan]
       print the plan

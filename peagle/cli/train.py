@@ -55,7 +55,7 @@ class Train:
     resume: Annotated[bool, Flag(RUNNING)] = False
     """Resume the training in --out with its own options; --steps or --minutes extend it, --data, --target and --init
     name what has moved."""
-    load: Annotated[LoadConfig, Takes("target", "download")] = LoadConfig()
+    load: Annotated[LoadConfig, Takes("target")] = LoadConfig()
     steps: Annotated[int | None, Flag(LEARNING, "N")] = None
     """Training steps; more than before extend the training in --out."""
     minutes: Annotated[float | None, Flag(LEARNING, "MINUTES")] = None

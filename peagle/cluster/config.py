@@ -12,8 +12,8 @@ from peagle.text.tokenizer import DEFAULT_DATE
 
 TEXT_LISTS = ("keys", "hosts")  # fields
 LOAD = Takes(
-    *("target", "drafter", "download", "drafter_window", "query_blocks", "ffn_blocks"),
-    *("dtype", "experts", "mesh", "retain_full_kv"),
+    *("target", "drafter", "drafter_window", "query_blocks", "ffn_blocks"),
+    *("dtype", "mesh", "retain_full_kv"),
 )
 ENGINE = Takes("num_speculative_tokens", "slots", "context", "prefill_chunk", "kv_memory", "prefix_cache")
 
@@ -34,8 +34,7 @@ class FleetConfig:
     """Scale the replicas that prefill up to N by load; 0: always --prefill."""
     max_decode: Annotated[int, Flag(REPLICAS, "N")] = 0
     """Scale the replicas that decode up to N by load; 0: always --decode."""
-    busy: Annotated[int, Flag(REPLICAS, "N")] = 0
-    """Ongoing requests per replica above which to scale up; 0: --slots, and 2 for replicas that only prefill."""
+    busy: int = 0  # ongoing requests per replica above which to scale up; 0: `slots`; 2, if replicas only prefill
     scale_up: float = 30.0  # seconds of high load before replicas start
     scale_down: float = 600.0  # seconds of low load before replicas stop; they finish open responses within `drain`
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64

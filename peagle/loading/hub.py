@@ -1,4 +1,4 @@
-"""Find checkpoints of the Hugging Face Hub in the local cache, and download them on request.
+"""Find checkpoints of the Hugging Face Hub in the local cache, and download them by `peagle download`.
 
 Only `remaining` and `fetch` use the network. They download safetensors weights, configurations and tokenizer files from
 a repository's top level: no code, no pickle.
@@ -79,7 +79,7 @@ def cached(name: str, needed: Callable[[Path], Iterable[str]]) -> Path:
     except LocalEntryNotFoundError:
         raise InputError(
             f"{name} is no directory, and the local Hugging Face cache has no complete copy; expected a checkpoint: "
-            f"peagle info --download {name} fetches it"
+            f"peagle download {name} fetches it"
         ) from None
 
 
@@ -153,9 +153,7 @@ def _online(name: str) -> Iterator[None]:
     for variable in BANS:
         value = os.environ.get(variable, "")
         if value.upper() in ("1", "ON", "YES", "TRUE") and (variable, value) != (OFFLINE, OURS):
-            raise InputError(
-                f"{variable}={value} in the environment forbids to fetch {name}; unset it, or leave --download out"
-            )
+            raise InputError(f"{variable}={value} in the environment forbids to fetch {name}; unset it")
     failures: Any = (OSError, ValueError, *HfHubHTTPError.__bases__)  # the bases are the HTTP client's errors
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
     try:

@@ -287,8 +287,7 @@ def _refuse_too_large(
     def least() -> str:
         packed = inspect_target(target_directory).mxfp4
         size = format_size(sum(needed("bfloat16", "packed" if packed else "auto").values()))
-        options = "--experts packed --dtype bfloat16" if packed else "--dtype bfloat16"
-        return f"{options} takes the least, {size}; or take a smaller model"
+        return f"--dtype bfloat16 takes the least, {size}; or take a smaller model"
 
     refuse_too_large(needed(dtype, experts), least)
 

@@ -35,7 +35,6 @@ OPTIONS = {  # fields of Rendering, and their flags
     "system": "--system",
     "reasoning_effort": "--reasoning-effort",
     "date": "--date",
-    "special_tokens": "--special-tokens",
 }
 
 
@@ -51,14 +50,13 @@ class Rendering:
     """low, medium or high. Default: the chat template's."""
     date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE
     """Date that the chat template shows."""
-    special_tokens: Annotated[bool, Flag(PROMPT)] = False
-    """With --raw-prompt: <|end|> in the text is the special token."""
+    special_tokens: bool = False  # of raw text: <|end|> in it is the special token
 
     def __post_init__(self) -> None:
         parse_date(self.date)
         if self.special_tokens and not self.raw:
             raise InputError(
-                "special tokens can be spelled only in raw text; leave out --special-tokens, or render without the "
+                "special tokens can be spelled only in raw text; leave out special_tokens, or render without the "
                 "chat template"
             )
         if self.system is not None:
@@ -78,7 +76,7 @@ class Rendering:
         """Return the flags without effect: a prompt is the same with their defaults."""
         probe, unused = from_text("Hi"), []
         for name, flag in OPTIONS.items():
-            if flag in self.options and name != "special_tokens":
+            if flag in self.options:
                 other = dataclasses.replace(self, **{name: getattr(Rendering, name)})
                 if probe.encode((), tokenizer, self) == probe.encode((), tokenizer, other):
                     unused.append(flag)

@@ -18,7 +18,7 @@ from peagle.base.sizes import format_size
 from peagle.config import AUTO
 from peagle.engine.auto.speculation import SPECULATION_FILE
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
-from peagle.engine.resolved import ResolvedConfig, Role, shared_slots
+from peagle.engine.resolved import ResolvedConfig, shared_slots
 from peagle.loading.checkpoints import drafter_speculation
 from peagle.loading.fit import chosen_window, describe_aux_layers, windowed
 from peagle.loading.load import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
@@ -139,7 +139,7 @@ def drafter_rows(
 
 
 def engine_rows(
-    role: Role, slots: int, context: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, DrafterConfig] | None
+    slots: int, context: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, DrafterConfig] | None
 ) -> Rows:
     """Make the rows of an engine: the pages that its slots reserve, and the tokens that fit into memory."""
     weights, drafter_config, dtype = _weight_bytes(target[0]), None, _dtype(target[0])
@@ -149,7 +149,6 @@ def engine_rows(
         context,
         prefill_chunk=min(default_chunk(), context),
         steps_per_dispatch=steps_per_dispatch(weights),
-        role=role,
     )
     models = [target_pages(target[1].config, INT8)]
     if drafter is not None:
@@ -168,14 +167,12 @@ def engine_rows(
         fitting = sizing.full_pages_in((available_memory_bytes() - weights) // dtype.itemsize)
         fits = f"{max(fitting, 0) * PAGE_SIZE:,} in the memory that the weights leave now ({dtype.name})"
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
-    requests = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
     return [
         ("slots", f"{config.slots}, K = {config.num_drafts}"),
         ("tokens reserved", f"{num_pages[0] * PAGE_SIZE:,}, in {num_pages[0]:,} pages of {PAGE_SIZE}"),
         *([("pages of windows", " + ".join(f"{count:,}" for count in windows))] if windows else []),
         ("in memory", _memory_of(reserved)),
         ("tokens that fit", fits),
-        ("requests", requests[config.role]),
     ]
 
 

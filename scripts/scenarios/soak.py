@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
         ]
         serve = [*models.options(variant, long, prefix_cache="64MB"), "--max-queue", str(SLOTS)]
         clients = 2 * SLOTS + 2  # two more than slots and queue have room for
-        with servers.ours(*serve, "--max-unsent", "100000") as server:
+        with servers.ours(*serve) as server:
             bodies = mixed_bodies(texts, TOKENS_OUT)
             counts = soak(server, bodies, clients, options.minutes * 60, options.seed, SLOTS, LONG_OUT)
             with servers.ours(*serve) as fresh:
@@ -301,7 +301,7 @@ def page(record: Json) -> list[Block]:
         "Requests that are greedy, seeded, with penalties, log-probabilities, stop strings, grammars, long prompts and "
         "K of their own, streamed and whole; 3 of 10 clients leave at a random moment. Every answer is compared with "
         "its request's alone, up to where its client left. Answered: read to their ends. Bad: invalid requests, 1 of "
-        "10, that were refused with the right status. Unread: streams of one more client; the server cut some. "
+        "10, that were refused with the right status. Unread: streams of one more client. "
         "Refused: with status 429, since the queue was full. Memory growth: the last tenth of the time over its second "
         f"tenth. Speed over fresh: afterwards, over that of a server that has just started, {ROUNDS} rounds in turns."
     )

@@ -333,7 +333,7 @@ def test_a_repository_in_the_local_cache_is_found_by_its_name(
     assert resolve("openai/gpt-oss-20b", "target") == cached_target
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("it asks the network"))
     for name in ("openai/gpt-oss-120b", "run/drafter"):
-        with pytest.raises(InputError, match=rf"{name} is no directory, .* local .* --download {name}"):
+        with pytest.raises(InputError, match=rf"{name} is no directory, .* local .* peagle download {name}"):
             resolve(name, "drafter")
 
 

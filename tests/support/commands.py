@@ -9,7 +9,7 @@ from peagle.cli import main
 Captured = tuple[int, str, str]  # exit code, standard output, standard error
 
 
-REPEATED = ("--data", "--prompt-file", "--prompts", "--stop")  # options of several values
+REPEATED = ("--data", "--prompt-file", "--stop")  # options of several values
 
 
 def last_of_each(line: Iterable[str]) -> list[str]:

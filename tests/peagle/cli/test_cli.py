@@ -20,7 +20,6 @@ from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.text.tokenizer import Tokenizer, detokenize
 from peagle.workflows.run import MOST_ROUNDS, Observer, RunConfig, run
-from peagle.workflows.run_report import speedup_text
 from tests.support.commands import Captured, last_of_each, refused
 from tests.support.pairs import SPECIALS, Directories, toy_pair
 from tests.support.terminal import ROOT, TOY_PROCESS
@@ -54,27 +53,14 @@ def test_text_goes_to_standard_output_and_the_summary_to_standard_error(cli: Run
     expected = toy.generate("Hi", max_new_tokens=12, num_speculative_tokens=0)
     assert code == 0
     assert out == f"{expected.text}\n"
-    parts = [
-        "speculation",
-        "12 tokens",
-        "tok/s",
-        "plain decoding: ",
-        "acceptance",
-        "K = 3",
-        "speed-up",
-        "the same tokens",
-    ]
-    for part in (*parts, "compiled in", "peak memory"):
+    for part in ("12 tokens", "tok/s", "plain decoding: ", "acceptance", "K = 3", "speed-up", "the same tokens"):
         assert part in err
     assert "\x1b" not in err  # no colours where no terminal is
 
 
-def test_the_version_needs_no_command_and_a_group_alone_shows_its_help(real: Run) -> None:
+def test_the_version_needs_no_command(real: Run) -> None:
     assert real("--version") == (0, f"{importlib.metadata.version('peagle')}\n", "")
-    for typed, usage in (((), "Usage: peagle"), (("cluster",), "peagle cluster")):
-        code, out, err = real(*typed)
-        assert (code, err) == (0, "")
-        assert usage in out
+    assert real()[1].startswith("Usage: peagle")
 
 
 def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,10 +68,8 @@ def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", lambda *_: dear)
     code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
     assert code == 0
-    assert "a step that verifies 7 drafts takes as long as 9.0 plain steps and emits at most 8 tokens" in err
-    assert "no draft was verified, since none was likely enough to save time (-k K verifies K in every step)" in err
+    assert "no draft was verified" in err
     assert "0 steps of K <= 7, 11 plain" in err
-    assert "none, since nothing was drafted: both are plain decoding, the same tokens" in err
 
 
 @pytest.mark.parametrize(
@@ -93,8 +77,7 @@ def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyP
     [
         (["--top-p", ".9", "--seed", "3"], "--top-p, --seed: no effect at temperature 0"),
         (["--top-k", "3", "--min-p", ".1"], "--top-k, --min-p: no effect at temperature 0"),
-        (["--presence-penalty", "1", "--reasoning-effort", "low", "--date", "2024-01-01"], None),
-        (["--raw-prompt", "--date", "2024-01-01"], "--date: no effect, since raw prompts do not show it"),
+        (["--presence-penalty", "1", "--reasoning-effort", "low"], None),
     ],
 )
 def test_an_option_without_effect_is_named_in_a_line(cli: Run, options: list[str], warning: str | None) -> None:
@@ -160,19 +143,6 @@ def test_one_request_is_compared_in_rounds_and_the_json_has_all_of_them(cli: Run
     ordered = sorted(one["speedup"] for one in rounds)
     assert summary["speedup"] == summary["speedup_median"] == ordered[(len(rounds) - 1) // 2]
     assert summary["speedup"] == pytest.approx(summary["tok_per_s"] / summary["baseline_tok_per_s"])
-
-
-@pytest.mark.parametrize(
-    ("speedup", "text"),
-    [
-        (1.44, "1.4x faster than plain decoding"),
-        (1.04, "1.0x: as fast as plain decoding"),
-        (0.96, "1.0x: as fast as plain decoding"),
-        (0.84, "0.8x: slower than plain decoding"),
-    ],
-)
-def test_a_speed_up_is_put_in_words(speedup: float, text: str) -> None:
-    assert speedup_text(speedup) == text
 
 
 def test_json_on_standard_output_is_alone_there(cli: Run) -> None:
@@ -243,13 +213,6 @@ def test_a_grammar_binds_the_answer(cli: Run, tmp_path: Path) -> None:
         assert value["requests"][0]["text"] in ('"mean"', "12")
 
 
-def test_logprobs_are_in_the_json(cli: Run) -> None:
-    (request,) = answered(cli, "speculate", "-k", "0", "-n", "4", "--logprobs", "2", "--prompt-ids", "50")["requests"]
-    assert [token["id"] for token in request["logprobs"]] == request["output_ids"]
-    likeliest = [[token["id"], token["logprob"]] for token in request["logprobs"]]
-    assert [token["top"][0] for token in request["logprobs"]] == likeliest
-
-
 def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
     code, out, err = cli("speculate", "-k", "0", "-n", "4", "--logprobs", "2", "Hi")
     assert code == 0
@@ -263,32 +226,18 @@ def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
 
 
 def test_texts_decoded_together_come_in_the_order_of_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display(text=True, total=3)
-    requests = [Request((1,), 1, index=index) for index in range(3)]
-    for request in requests:
-        display.started(request, None)
-        display.emitted(request, (), f"text {request.index}")
-    shown = ""
-    for index, out in ((2, ""), (0, "text 0\n"), (1, "text 1\ntext 2\n")):
-        display.end(index)  # each comes when those before it have ended
-        captured = capsys.readouterr()
-        assert captured.out == out
-        shown += captured.err
-    assert [line.split()[2] for line in shown.splitlines()] == ["1", "2", "3"]
-
-
-def test_texts_that_were_cut_off_are_shown_and_those_not_begun_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each when those before it have ended; of those that were cut off, the begun ones are shown."""
     display = Display(text=True, total=5)
-    requests = [Request((1,), 1, index=index) for index in range(4)]
+    requests = [Request((1,), 1, index=index) for index in range(5)]
     for request in requests:
         display.started(request, None)
-    for request in requests[:3]:
+    for request in requests[:4]:
         display.emitted(request, (5,), f"text {request.index}")
-    display.end(1)
+    for index, out in ((2, ""), (0, "text 0\n"), (1, "text 1\ntext 2\n")):
+        display.end(index)
+        assert capsys.readouterr().out == out
     display.end_all()
-    captured = capsys.readouterr()
-    assert captured.out == "text 0\ntext 1\ntext 2\n"
-    assert [line.split()[2] for line in captured.err.splitlines()] == ["1", "2", "3"]
+    assert capsys.readouterr().out == "text 3\n"
 
 
 def test_without_a_tokenizer_ids_are_printed(cli: Run) -> None:
@@ -314,47 +263,25 @@ def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.Mon
         refused(cli(*SPECULATE, "-"), part)
 
 
-@pytest.mark.parametrize(
-    ("kind", "held", "told"), [("pipe", b"a", True), ("pipe", b"", False), ("file", b"a", True), ("file", b"", False)]
-)
-def test_text_at_standard_input_is_not_ignored_in_silence(
-    cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, held: bytes, told: bool
+def test_standard_output_is_the_answer_alone_and_standard_error_says_where_it_begins(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, toy: Pair
 ) -> None:
-    """The pipe stays open: an empty one must not be waited for."""
-    (tmp_path / "file").write_bytes(held)
-    reading, writing = (
-        os.pipe() if kind == "pipe" else (os.open(tmp_path / "file", os.O_RDONLY), os.open(os.devnull, 1))
-    )
-    os.write(writing, held)
-    monkeypatch.setattr("peagle.cli.speculate.EXAMPLE", "Hi")
-    with os.fdopen(writing, "wb"), os.fdopen(reading) as stream:
-        monkeypatch.setattr(sys, "stdin", stream)
-        assert ("standard input holds text" in cli(*SPECULATE)[2]) is told
-        assert "standard input" not in cli(*SPECULATE, "a")[2]
-
-
-def test_no_prompt_runs_the_built_in_example(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may repeat its prompt, so a reader of both must see where the echo of the built-in example ends."""
     monkeypatch.setattr("peagle.cli.speculate.EXAMPLE", "Hi\n\nyou")  # the toy has a token for each byte
     code, out, err = cli(*SPECULATE)
-    assert code == 0
-    assert out
-    assert "the built-in example:\nHi\n\nyou\n" in err
+    answer = toy.generate("Hi\n\nyou", max_new_tokens=12, num_speculative_tokens=0).text
+    assert (code, out) == (0, f"{answer}\n")
+    assert "the built-in example:\nHi\n\nyou\n\nits answer:\n" in err
 
 
-def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, tokenizer: Tokenizer) -> None:
-    assert "Today: 2025-08-05" in detokenize(tokenizer, prompt_of(cli, "Hi"))
-    options = ("--date", "2031-01-31", "--reasoning-effort", "low", "--system", "Be brief.")
-    told = detokenize(tokenizer, prompt_of(cli, *options, "Hi"))
-    assert "Today: 2031-01-31 Reasoning: low" in told
+def test_options_of_a_chat_template_reach_the_prompt(cli: Run, tokenizer: Tokenizer) -> None:
+    """The date is fixed, so that a prompt is the same tomorrow; a spelled control token is text."""
+    told = detokenize(tokenizer, prompt_of(cli, "--reasoning-effort", "low", "--system", "Be brief.", "Hi"))
+    assert "Today: 2025-08-05 Reasoning: low" in told
     assert "Be brief." in told
-
-
-def test_special_tokens_are_control_tokens_where_they_are_asked_for(cli: Run) -> None:
     start = SPECIALS.index("<|start|>")
     assert start not in prompt_of(cli, "--raw-prompt", "<|start|>a")
     assert prompt_of(cli, "<|start|>a").count(start) == 3  # the template's
-    assert prompt_of(cli, "--raw-prompt", "--special-tokens", "<|start|>a")[0] == start
-    refused(cli(*SPECULATE, "--special-tokens", "Hi"), "only in raw text")
 
 
 @pytest.mark.parametrize("slots", ["1", "2"])
@@ -387,13 +314,13 @@ def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, t
 
 def test_speculation_and_plain_decoding_of_a_real_pair_agree(real: Run, directories: Directories) -> None:
     """From files to text, both commands; the second one also says how likely each token was."""
-    common = ("--target", str(directories.target), "-n", "24", "--ignore-eos", "hello")
+    common = ("--target", str(directories.target), "-n", "24", "--min-tokens", "24", "hello")
     (fast,) = answered(real, "speculate", "--drafter", str(directories.drafter), "-k", "3", *common)["requests"]
     (plain,) = answered(real, "speculate", "-k", "0", "--logprobs", "3", *common)["requests"]
     assert fast["output_ids"] == plain["output_ids"] == fast["baseline"]["output_ids"]
     assert fast["text"] == plain["text"]
-    assert [token["top"][0][0] for token in plain["logprobs"]] == plain["output_ids"]
-    assert all(token["logprob"] <= 0 for token in plain["logprobs"])
+    assert [token["id"] for token in plain["logprobs"]] == plain["output_ids"]
+    assert all(token["logprob"] <= token["top"][0][1] <= 0 for token in plain["logprobs"])
 
 
 def test_a_profiler_that_fails_costs_no_answer(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

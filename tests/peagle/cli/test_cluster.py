@@ -1,4 +1,4 @@
-"""`cluster up`: what is refused before anything is started, and what a fleet is told."""
+"""`peagle cluster`: what is refused before anything is started, and what a fleet is told."""
 
 import importlib.util
 import json
@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from peagle.base.errors import InputError
-from peagle.cli.cluster import Up, served, start_fleet
+from peagle.cli.cluster import Cluster, served, start_fleet
 from peagle.cli.command import build_command
 from peagle.cluster.config import FleetConfig, read_fleet
 from tests.support.commands import all_refused
 from tests.support.pairs import Directories
 
 OWN = {
-    "served_model_name", "prefill", "decode", "max_prefill", "max_decode", "busy",
+    "served_model_name", "prefill", "decode", "max_prefill", "max_decode",
     "max_queue", "response_store", "drain", "num_cpus", "num_gpus", "hosts",
 }  # fmt: skip
 
 
 def fleet(**typed: Any) -> FleetConfig:
     """Return the config that replicas get, of options by their names."""
-    return served(build_command(Up, typed))
+    return served(build_command(Cluster, typed))
 
 
 def test_replicas_are_told_absolute_paths_and_to_draft_by_auto(
@@ -38,8 +38,6 @@ def test_replicas_are_told_absolute_paths_and_to_draft_by_auto(
     assert (config.load.target, config.load.drafter) == (str(directories.target), str(directories.drafter))
     assert (config.prefill, config.decode, config.engine.context, config.served_model_name) == (1, 2, 90, "target")
     assert config.engine.num_speculative_tokens == "auto"
-    scaled = fleet(max_decode=3, busy=2)
-    assert (scaled.max_decode, scaled.busy) == (3, 2)
     assert fleet().hosts == ["127.0.0.1"]  # no keys: pages of other names are kept out
     assert fleet(host="0.0.0.0").hosts is None
     demo = fleet(num_speculative_tokens="0")
@@ -75,13 +73,13 @@ def test_impossible_fleet_is_refused_before_it_starts(
         (("--port", "0"), "--port is 0; expected a port of 1 to 65535"),
         (("--port", "65536"), "--port is 65536; expected a port of 1 to 65535"),
     )
-    all_refused(capsys, ("cluster", "up", "--write-config", str(tmp_path / "fleet.json")), table)
+    all_refused(capsys, ("cluster", "--write-config", str(tmp_path / "fleet.json")), table)
     assert not (tmp_path / "fleet.json").exists()
 
 
 def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    settings = build_command(Up, {"decode": 3, "port": 8123, "kv_memory": "2GB", "write_config": str(file)})
+    settings = build_command(Cluster, {"decode": 3, "port": 8123, "kv_memory": "2GB", "write_config": str(file)})
     assert start_fleet(settings) == 0
     config = json.loads(file.read_text("utf-8"))
     (application,) = config["applications"]
@@ -116,13 +114,13 @@ def test_while_a_fleet_starts_it_says_how_long_it_has_taken(
     monkeypatch.setitem(sys.modules, "peagle.cluster.start", SimpleNamespace(run=run))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("peagle.cli.display.LINE_SECONDS", 0.01)
-    assert start_fleet(build_command(Up, {"decode": 2})) == 0
+    assert start_fleet(build_command(Cluster, {"decode": 2})) == 0
     assert "starting 2 replicas, each of which loads the pair and compiles: 0 s so far" in "".join(said)
     assert capsys.readouterr().err == ""
 
 
 def test_without_fastapi_one_line_says_what_to_install() -> None:
-    code = "import sys; sys.modules['fastapi'] = None; from peagle.cli import main; sys.exit(main(['cluster', 'up']))"
+    code = "import sys; sys.modules['fastapi'] = None; from peagle.cli import main; sys.exit(main(['cluster']))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     said = "a cluster needs fastapi, which is not installed; in the checkout of peagle: pip install '.[cluster]'"
     assert (ended.returncode, ended.stderr) == (2, f"peagle: error: {said}\n")
@@ -133,4 +131,4 @@ def test_without_ray_one_line_says_what_to_install() -> None:
     with pytest.raises(
         InputError, match=r"a cluster needs ray, which is not installed; .*: pip install '\.\[cluster\]'"
     ):
-        start_fleet(Up())
+        start_fleet(Cluster())

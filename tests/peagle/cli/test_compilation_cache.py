@@ -55,10 +55,14 @@ def test_each_kind_of_machine_has_its_own(
     assert kept(AMD.format(mhz=2000)) != amd  # programs are cut into parts for threads
 
 
-def test_nothing_is_kept_that_could_not_be_read_back(kept: Callable[[str | None], str | None]) -> None:
-    assert kept(AMD.replace("AuthenticAMD", "GenuineIntel").format(mhz=2000)) is None
-    assert kept("something else altogether") is None
-    assert kept(None) is None
+def test_nothing_is_kept_that_could_not_be_read_back_or_written(
+    kept: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for cpuinfo in (AMD.replace("AuthenticAMD", "GenuineIntel").format(mhz=2000), "something else altogether", None):
+        assert kept(cpuinfo) is None
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kept(AMD) is None
 
 
 def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,14 +72,6 @@ def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_
         keep_compiled()
         assert os.environ[DIRECTORY] == directory
     assert not list(tmp_path.iterdir())
-
-
-def test_a_cache_that_cannot_be_written_is_no_cache(
-    kept: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert kept(AMD) is None
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), RuntimeError("no home directory")])

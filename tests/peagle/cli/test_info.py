@@ -142,7 +142,8 @@ def test_info_says_what_auto_drafts(real: Run, directories: Directories, tmp_pat
 def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -> None:
     """Parameters and cache bytes are those of the loaded model."""
     pair = load(directories.target, None, kernels="xla")
-    lines = dict(line.strip().split("  ", 1) for line in real("info", str(directories.target))[1].splitlines()[1:-1])
+    out = real("info", str(directories.target))[1].partition("\nan engine")[0]
+    lines = dict(line.strip().split("  ", 1) for line in out.splitlines()[1:])
     params = pair.plain_target.params  # type: ignore[attr-defined]
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert f"{count:,}," in lines["parameters"]
@@ -157,7 +158,7 @@ def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -
     assert f"{1000 * (full + sliding) / 64 / 1e3:.1f} kB float32" in lines["with --retain-full-kv"]
 
 
-def test_info_says_what_an_engine_of_each_role_takes(
+def test_info_says_what_an_engine_takes(
     real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pages of an engine of that shape, and the tokens of one that has all the memory."""
@@ -166,16 +167,15 @@ def test_info_says_what_an_engine_of_each_role_takes(
     options: dict[str, Any] = {"dtype": jnp.dtype(jnp.bfloat16), "implementation": for_weights()}
     weights = weight_bytes(directories.target, **options) + drafter_weight_bytes(directories.drafter, **options)
     monkeypatch.setattr(peagle.workflows.inspection, "available_memory_bytes", lambda: weights + free)
-    for role in ("prefill", "decode", "both"):
-        typed = ("info", str(directories.target), str(directories.drafter), "--role", role, "--context", "300")
-        code, out, _ = real(*typed, "--slots", "3")
-        config = pair.engine_config(7, slots=3, context=300, role=role)
-        memory = pair.engine(config).memory
-        assert code == 0
-        assert f"{memory.page_use.num_tokens:,}, in {memory.num_pages[0]} pages of 64" in out
-        assert f"{sum(memory.num_bytes) / 1e3:.1f} kB bfloat16" in out
-        filled = pair.engine(dataclasses.replace(config, kv_memory=free)).memory
-        assert f"{filled.page_use.num_tokens:,} in the memory that the weights leave now (bfloat16)\n" in out
+    typed = ("info", str(directories.target), str(directories.drafter), "--context", "300")
+    code, out, _ = real(*typed, "--slots", "3")
+    config = pair.engine_config(7, slots=3, context=300)
+    memory = pair.engine(config).memory
+    assert code == 0
+    assert f"{memory.page_use.num_tokens:,}, in {memory.num_pages[0]} pages of 64" in out
+    assert f"{sum(memory.num_bytes) / 1e3:.1f} kB bfloat16" in out
+    filled = pair.engine(dataclasses.replace(config, kv_memory=free)).memory
+    assert f"{filled.page_use.num_tokens:,} in the memory that the weights leave now (bfloat16)\n" in out
     monkeypatch.setattr(peagle.workflows.inspection, "available_memory_bytes", lambda: weights)
     assert "0 in the memory" in (out := real(*typed)[1])
     assert "; too few for one request of 300" in out
@@ -193,7 +193,6 @@ def test_info_refuses_what_is_no_pair(
         (["demo", "ngram"], "ngram has no checkpoint to inspect; expected a directory or demo, demo-eagle3"),
         ([target, "--aux-layer-ids", "0,1,2"], "--aux-layer-ids is given"),
         ([drafter, "--aux-layer-ids", "one"], "--aux-layer-ids is 'one'"),
-        ([drafter, "--role", "decode"], "--role decode is given, but no target"),
     ]
     all_refused(capsys, ["info"], table)
     shutil.copytree(directories.drafter, other)

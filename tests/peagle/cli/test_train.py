@@ -19,7 +19,7 @@ GIVEN = Train(
     data=("a:2", "b"),
     mix="40:1,64:2",
     out="run",
-    load=LoadConfig(target="t", download=True),
+    load=LoadConfig(target="t"),
     steps=9,
     minutes=1.5,
     shape=DrafterShape(

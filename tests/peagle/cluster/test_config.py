@@ -34,7 +34,7 @@ from peagle.cluster.config import FleetConfig, read_fleet
         ({"load": {"targt": "DIR"}}, "load: targt is not an option; did you mean target"),
         ({"engine": {"slot": 8}}, "engine: slot is not an option; did you mean slots"),
         ({"load": {"drafter_window": 64}}, "load: drafter_window is 64; expected a text"),
-        ({"load": {"download": "yes"}}, "download is 'yes'; expected true or false"),
+        ({"load": {"retain_full_kv": "yes"}}, "retain_full_kv is 'yes'; expected true or false"),
         ({"load": {"dtype": "float16"}}, "dtype is 'float16'; expected one of 'float32', 'bfloat16'"),
         ({"load": {"process": "0/2@HOST:7000"}}, "process is given, but each replica of a fleet is one process"),
         ({"load": "DIR"}, "load is 'DIR'; expected its fields"),

@@ -114,34 +114,34 @@ def fake(directories: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_files_of_a_checkpoint_are_downloaded_once_and_nothing_else(
     fake: FakeHub, directories: Directories, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["info", NAME, "--download"]) == 0
-    out, err = capfd.readouterr()
+    assert main(["download", NAME]) == 0
+    err = capfd.readouterr().err
     names = {path.name for path in directories.target.iterdir()}
     size = sum(len(fake.files[name]) for name in names)
     assert f"downloading {NAME} into" in err
     assert f"{len(names)} files, {format_size(size)}" in err
-    assert f"{NAME}: GPT-OSS target" in out
     assert {name for name, _ in fake.downloads} == names
     fake.downloads.clear()
-    assert main(["info", NAME, "--download"]) == 0
+    assert main(["download", NAME]) == 0
     assert f"{NAME} is in" in capfd.readouterr().err
     assert not fake.downloads
     fake.refusal = (500, "")  # the hub is needed no more
     assert main(["info", NAME]) == 0
+    assert f"{NAME}: GPT-OSS target" in capfd.readouterr().out
 
 
 def test_a_disk_without_room_is_told_before_the_first_file(
     fake: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert main(["info", NAME, "--download"]) == 2
+    assert main(["download", NAME]) == 2
     assert re.search(rf"{NAME} takes .* in .*, which has room for 1.0 kB; free some, or", capfd.readouterr().err)
     assert not fake.downloads
 
 
-def test_without_the_option_the_hub_is_not_used(fake: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_by_other_commands_the_hub_is_not_used(fake: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["info", NAME]) == 2
-    assert f"peagle info --download {NAME} fetches it" in capfd.readouterr().err
+    assert f"peagle download {NAME} fetches it" in capfd.readouterr().err
     assert not fake.downloads
 
 
@@ -158,7 +158,7 @@ def test_a_refusal_is_one_line_that_names_what_to_do(
     fake: FakeHub, refusal: tuple[int, str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fake.refusal = refusal
-    assert main(["info", NAME, "--download"]) == 2
+    assert main(["download", NAME]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert re.search(message, line), line
 
@@ -248,7 +248,7 @@ def test_an_address_is_refused_with_the_name_in_it(address: str, capsys: pytest.
     name = "openai/gpt-oss-20b" if "x.org" in address else "a/b"
     for command in (
         ("info", address),
-        ("info", "--download", address),
+        ("download", address),
         ("speculate", "-k", "0", "--target", address, "Hi"),
     ):
         refused(run(capsys, *command), f"{address} is an address; expected a directory, or OWNER/NAME: {name}")

@@ -135,7 +135,7 @@ def test_a_window_smaller_than_a_step_is_refused(directories: Directories, pair:
 def test_windows_go_through_an_export(tmp_path: Path, dialect: str) -> None:
     config = dataclasses.replace(DRAFTER, windows=(20, 20), max_positions=MAX_POSITIONS)
     save_drafter(tmp_path / "drafter", random_params(config), config)
-    arguments = ["export", str(tmp_path / "drafter"), "--out", str(tmp_path / dialect), "--dialect", dialect, "-q"]
+    arguments = ["export", str(tmp_path / "drafter"), "--out", str(tmp_path / dialect), "--dialect", dialect]
     assert main([*arguments, "--verifier", "some/target"]) == 0
     assert parse_config(open_drafter(tmp_path / dialect)).windows == (20, 20)
 

@@ -97,10 +97,10 @@ def test_a_bad_mesh_is_one_line(
         ("info --mesh dp=2,tp=3 --slots 3", "--slots is 3; expected a multiple of 2"),
         ("chat --mesh dp=2", "--mesh is 'dp=2', but peagle chat runs one conversation; leave dp out"),
         ("bench --mesh dp=2", "--mesh is 'dp=2', but peagle bench measures one replica; leave dp out"),
-        ("cluster up --mesh dp=2", "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave"),
+        ("cluster --mesh dp=2", "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave"),
         (
             "speculate --mesh dp=2 --slots 2 --process 0/2@7000 hello",
-            "--mesh is 'dp=2', but several processes run one replica of the target; peagle cluster up "
+            "--mesh is 'dp=2', but several processes run one replica of the target; peagle cluster "
             "--decode N runs several; leave dp out",
         ),
     ],

@@ -121,7 +121,7 @@ def test_two_processes_answer_as_one_does(directory: Path, started: list[subproc
 def test_a_process_that_dies_ends_the_other_with_a_line(directory: Path, started: list[subprocess.Popen[str]]) -> None:
     """At work, in a collective that will never end."""
     command = ["speculate", "-k", "0", "--target", str(directory), "--prompt-ids", "5,6,7", "-n", "100000"]
-    command += ["--ignore-eos", "--context", "100010"]
+    command += ["--min-tokens", "100000", "--context", "100010"]
     port = free_port()
     worker, coordinator = (start(started, port, process, *command) for process in (1, 0))
     assert coordinator.stdout is not None

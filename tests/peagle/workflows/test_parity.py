@@ -47,10 +47,15 @@ from tests.support.pairs import TARGET, Directories, edit_json
 pytestmark = pytest.mark.compile
 
 SETTINGS = ParityConfig(3, 32, 1)
-FEW = ["-n", "32", "-k", "3", "--num-prompts", "3", "--reference-steps", "1"]
+FEW = ["-n", "32", "-k", "3", "--num-prompts", "3"]
 CONVERSATIONS = read_prompt_file(HELD_OUT).conversations[:8]
 DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.cli.parity.REFERENCE_STEPS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def drafted(demo: Pair) -> DraftedTexts:
 def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "parity.json"
     prompts.write_bytes(HELD_OUT.read_bytes() + b'{"prompt": ""}\n')
-    command = ["parity", *FEW, "--prompts", str(prompts)]
+    command = ["parity", *FEW, "--prompt-file", str(prompts)]
     code, lines, _ = run(capsys, *command, "--json", str(out))
     assert code == 0, lines
     (row,) = json.loads(out.read_text())["skipped"]
@@ -141,7 +146,7 @@ def test_a_target_that_computes_something_else_is_named(
     }
     monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: dataclasses.replace(small, **targets))
     names = ["--target", str(directories.target), "--drafter", str(directories.drafter)]
-    code, lines, _ = run(capsys, "parity", *names, "--prompts", str(prompt_file(directories.root)), *FEW)
+    code, lines, _ = run(capsys, "parity", *names, "--prompt-file", str(prompt_file(directories.root)), *FEW)
     if named is None:
         assert f"the same as transformers in {TARGET.num_layers} layers, the final norm and the logits" in lines
         assert "tokens are transformers' greedy ones" in lines
@@ -365,7 +370,7 @@ def test_a_drafter_of_another_kind_is_compared_too(kind: str, tmp_path: Path) ->
     make, kinds, has_logits = KINDS[kind]
     drafter, out = tmp_path / "drafter", tmp_path / "parity.json"
     save_drafter(drafter, *make(*load_drafter(DEMO_DRAFTER)))
-    command = ["parity", "-n", "16", "-k", "3", "--num-prompts", "2", "--reference-steps", "2"]
+    command = ["parity", "-n", "16", "-k", "3", "--num-prompts", "2"]
     assert main([*command, "--drafter", str(drafter), "--json", str(out)]) in (0, 1)
     findings = json.loads(out.read_text())["drafter"]
     assert (findings["logits"] is not None) == has_logits
@@ -388,6 +393,6 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--drafter", "ngram"], "has no weights to compare"),
         (["--drafter", "absent"], "absent"),
         (own_target, "with --prompt-file FILE"),
-        (["--prompts", "absent.jsonl"], "cannot be read"),
+        (["--prompt-file", "absent.jsonl"], "cannot be read"),
     ]
     all_refused(capsys, ["parity"], table)

@@ -92,7 +92,7 @@ class Lab:
         prompts = self.root / "prompts.jsonl"
         if not prompts.exists():
             prompt_file(self.root)
-        return self.run(code, "sweep", SMALL, "--prompts", prompts, "--out", out or self.out, *parts)
+        return self.run(code, "sweep", SMALL, "--prompt-file", prompts, "--out", out or self.out, *parts)
 
     def resume(self, *parts: object, code: int = 0) -> str:
         return self.run(code, "sweep --resume --out", self.out, *parts)
@@ -122,7 +122,7 @@ class Lab:
 
 def swept(directory: Path, *parts: object) -> Folder:
     """Make a finished run (SWEPT) below a directory that tests share."""
-    command = words("sweep", SMALL, SWEPT, "--prompts", prompt_file(directory), "--out", directory / "run", *parts)
+    command = words("sweep", SMALL, SWEPT, "--prompt-file", prompt_file(directory), "--out", directory / "run", *parts)
     with pytest.MonkeyPatch.context() as patch:
         load_in_place(patch, shared_pair())
         assert main(command) == 0

@@ -340,7 +340,7 @@ def test_names_of_a_run_hold_in_any_folder(lab: Lab) -> None:
         (lab.root / "models" / part).symlink_to(DEMO_DIRECTORY / part)
     prompt_file(lab.root)
     lab.monkeypatch.chdir(lab.root)
-    typed = f"sweep {SMALL} --prompts prompts.jsonl --target models/target --drafter models/drafter,ngram --out run"
+    typed = f"sweep {SMALL} --prompt-file prompts.jsonl --target models/target --drafter models/drafter,ngram --out run"
     lab.run(0, typed)
     plan = lab.folder.plan
     assert (plan.target, plan.drafters) == (str(DEMO_DIRECTORY / "target"), (str(DEMO_DIRECTORY / "drafter"), "ngram"))
@@ -360,7 +360,8 @@ def test_a_dry_run_writes_nothing(lab: Lab) -> None:
         ("-k 2 --concurrency 4,2", "at once      2, 4", 9 * (2 + 2 * 2)),
     ):
         assert (
-            main(words("sweep", SMALL, "--prompts", prompt_file(lab.root), "--out", lab.out, options, "--dry-run")) == 0
+            main(words("sweep", SMALL, "--prompt-file", prompt_file(lab.root), "--out", lab.out, options, "--dry-run"))
+            == 0
         )
         plan = lab.capsys.readouterr().out
         assert expected in plan
@@ -386,7 +387,7 @@ REFUSED = [
     ("--temperature -1", "expected finite numbers"),
     ("--buckets 5,3", "ascending numbers of tokens"),
     ("--repeats 0", "--repeats is 0"),
-    ("--prompts absent.jsonl", "cannot be read"),
+    ("--prompt-file absent.jsonl", "cannot be read"),
     ("--drafter absent", "absent"),
     ("--resume", "cannot be read"),
     ("--max-prompt-tokens 1", "demo has no usable prompt"),
@@ -472,7 +473,7 @@ def test_no_text_costs_a_sweep_its_report(lab: Lab) -> None:
     prompts, out = (Path(os.fsdecode(os.fsencode(lab.root) + name)) for name in (b"/caf\xe9 $x^{.jsonl", b"/run\xe9"))
     odd = [{"prompt": text, "category": f"$a_{{\n|\x00{n % 2}"} for n, text in enumerate(TEXTS[:3])]
     prompt_file(lab.root, *odd, {"prompt": "a", "category": "\ud800"}, {"prompt": ""}).rename(prompts)
-    command: list[Any] = ["sweep", SMALL, "--prompts", prompts, "--out", out]
+    command: list[Any] = ["sweep", SMALL, "--prompt-file", prompts, "--out", out]
     assert "2 rows without a usable prompt, the first: " in lab.run(0, *command)
     folder = open_run(out)
     assert (folder.plan.sources[0].num_rows, folder.plan.sources[0].num_skipped) == (5, 2)

@@ -661,7 +661,7 @@ def test_the_folder_of_a_training_is_its_drafter(lab: Lab, trained: Path) -> Non
     line = f"{trained} is a folder of peagle train: the drafter is {trained / 'drafter'}"
     pair = f"--target {lab.target} --drafter {trained}"
     prompt = write_prompts(lab.root / "prompts.jsonl", PROMPTS[0])
-    sweep = f"sweep --out {lab.root / 'sweep'} --prompts {prompt} -n 4 -k 2,auto --dry-run --write-widths {trained}"
+    sweep = f"sweep --out {lab.root / 'sweep'} --prompt-file {prompt} -n 4 -k 2,auto --dry-run --write-widths {trained}"
     for command in (
         f"speculate a -n 4 -k 2 --raw-prompt --quiet {pair}",
         f"info {trained}",
