@@ -90,12 +90,12 @@ def application(*loaded: str) -> App:
         help_format="rich",
         usage="Usage: peagle COMMAND [OPTIONS] [ARGS]",
         help_flags=HELP_FLAGS,
-        version_flags=[],
+        version=_version,
         default_parameter=DEFAULTS,
         group_arguments=ARGUMENTS,
         group_parameters=OPTIONS,
     )
-    app["--help"].show = False
+    app["--help"].show = app["--version"].show = False
     for index, (name, entry) in enumerate(COMMANDS.items()):
         if name in loaded:
             register(app, entry.load(), name)
@@ -135,8 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(typed: list[str]) -> int:
     name, *rest = typed
-    if name == "--version":
-        return _show_version(rest)
     if name.partition("=")[0] == "--completion":
         return _show_completion(typed)
     words = [name] if name in COMMANDS else []
@@ -147,7 +145,7 @@ def _run(typed: list[str]) -> int:
         )
     except CycloptsError as error:
         return _complain(usage_error(error, words, options))
-    return OK if parsed is None else _run_command(*parsed)  # None: the help is printed
+    return OK if parsed is None else _run_command(*parsed)  # None: the help, or the version, is printed
 
 
 def _run_command(kind: type[Command], values: dict[str, Any]) -> int:
@@ -173,16 +171,13 @@ def _show_completion(typed: Sequence[str]) -> int:
     return OK
 
 
-def _show_version(others: Sequence[str]) -> int:
+def _version() -> str:
     import importlib.metadata
 
-    if others:
-        raise InputError(f"--version is followed by {' '.join(others)}; leave that out")
     try:
-        print(importlib.metadata.version("peagle"))
+        return importlib.metadata.version("peagle")
     except importlib.metadata.PackageNotFoundError:
-        print("not installed")
-    return OK
+        return "not installed"
 
 
 def _report_os_error(error: OSError) -> int:

@@ -56,42 +56,38 @@ class Chat:
     quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
-        return chat(self)
+        """Run a chat and return the exit code. Only answers go to standard output.
 
+        Raises InputError for bad options before it reads a message, and KeyboardInterrupt after Ctrl-C at the prompt.
+        """
+        from peagle.cli.display import Display
+        from peagle.cli.models import chosen_context, chosen_models, load_pair, unused_rendering, unused_sampling
+        from peagle.pair import RequestOptions
+        from peagle.parallel.mesh import refuse_replicas
+        from peagle.workflows.run import RunConfig
 
-def chat(settings: Chat) -> int:
-    """Run a chat and return the exit code. Only answers go to standard output.
-
-    Raises InputError for bad options before it reads a message, and KeyboardInterrupt after Ctrl-C at the prompt.
-    """
-    from peagle.cli.display import Display
-    from peagle.cli.models import chosen_context, chosen_models, load_pair, unused_rendering, unused_sampling
-    from peagle.pair import RequestOptions
-    from peagle.parallel.mesh import refuse_replicas
-    from peagle.workflows.run import RunConfig
-
-    if sys.stdin is None:
-        raise InputError("standard input is closed; expected a terminal, or one message per line")
-    refuse_replicas(settings.load.mesh, "peagle chat runs one conversation")
-    target, drafter = chosen_models(settings.load, settings.engine.num_speculative_tokens)
-    config = RunConfig(  # refuses invalid options, so it comes before loading
-        answer=RequestOptions(**vars(settings.answer)),
-        sampling=settings.sampling,
-        baseline=False,
-        engine=settings.engine,
-        rendering=settings.rendering,
-    )
-    display = Display(text=True, quiet=settings.quiet, streaming=True)
-    pair = load_pair(target, drafter, settings.load, display)
-    display.set_tokenizer(pair.tokenizer)
-    _check_template(pair, config.rendering, target)
-    display.warn([*unused_sampling(settings.sampling), *unused_rendering(config.rendering, pair.tokenizer, target)])
-    context = chosen_context(pair, settings.engine)
-    config = dataclasses.replace(config, engine=dataclasses.replace(settings.engine, context=context))
-    _check_context(pair, config)
-    if sys.stdin.isatty():
-        display.note(WELCOME)
-    return ChatLoop(pair, config, display).run()
+        if sys.stdin is None:
+            raise InputError("standard input is closed; expected a terminal, or one message per line")
+        refuse_replicas(self.load.mesh, "peagle chat runs one conversation")
+        target, drafter = chosen_models(self.load, self.engine.num_speculative_tokens)
+        config = RunConfig(  # refuses invalid options, so it comes before loading
+            answer=RequestOptions(**vars(self.answer)),
+            sampling=self.sampling,
+            baseline=False,
+            engine=self.engine,
+            rendering=self.rendering,
+        )
+        display = Display(text=True, quiet=self.quiet, streaming=True)
+        pair = load_pair(target, drafter, self.load, display)
+        display.set_tokenizer(pair.tokenizer)
+        _check_template(pair, config.rendering, target)
+        display.warn([*unused_sampling(self.sampling), *unused_rendering(config.rendering, pair.tokenizer, target)])
+        context = chosen_context(pair, self.engine)
+        config = dataclasses.replace(config, engine=dataclasses.replace(self.engine, context=context))
+        _check_context(pair, config)
+        if sys.stdin.isatty():
+            display.note(WELCOME)
+        return ChatLoop(pair, config, display).run()
 
 
 class ChatLoop:

@@ -64,47 +64,44 @@ class Cluster:
             raise InputError(f"port is {self.port}; expected a port of 1 to 65535", "port")
 
     def run(self) -> int:
-        return start_fleet(self)
+        """Run a fleet, and return the exit code. Raises InputError before it starts for bad options, or without Ray."""
+        from peagle.cli.display import Display
+        from peagle.parallel.mesh import refuse_replicas
 
+        refuse_replicas(self.fleet.load.mesh, "the replicas of a cluster are --decode N")
+        config = served(self)
+        if self.write_config is not None:
+            write_config(OutputFile(self.write_config, "--write-config"), self, config)
+            return 0
+        if self.address is None:  # this process starts Ray
+            for name in (LOOPBACK_ALONE, REPORTS):
+                os.environ.setdefault(name, "0")
+        with require_extra("a cluster needs", "cluster"):
+            from peagle.cluster.start import run
+        warn_if_open(self.host, self.api_key_file)
+        stopped, signals = threading.Event(), interrupt.Signals()
 
-def start_fleet(settings: Cluster) -> int:
-    """Run a fleet and return the exit code. Raises InputError for bad options, and without Ray, before it starts."""
-    from peagle.cli.display import Display
-    from peagle.parallel.mesh import refuse_replicas
+        def stop(*_: Any) -> None:
+            if not signals.add():
+                return
+            if stopped.is_set():  # the second signal: do not wait for open answers
+                raise KeyboardInterrupt
+            stopped.set()
 
-    refuse_replicas(settings.fleet.load.mesh, "the replicas of a cluster are --decode N")
-    config = served(settings)
-    if settings.write_config is not None:
-        write_config(OutputFile(settings.write_config, "--write-config"), settings, config)
+        # with peagle.base.interrupt's handler a second signal would leave Ray's processes
+        for number in interrupt.heeded():
+            signal.signal(number, stop)
+        display, count = Display(), config.prefill + config.decode
+        replicas = "1 replica, which" if count == 1 else f"{count} replicas, each of which"
+        with contextlib.ExitStack() as starting:
+            starting.enter_context(display.stage(f"starting {replicas} loads the pair and compiles"))
+
+            def note(line: str) -> None:
+                starting.close()
+                display.note(line)
+
+            run(config, self.address, self.host, self.port, note, stopped)
         return 0
-    if settings.address is None:  # this process starts Ray
-        for name in (LOOPBACK_ALONE, REPORTS):
-            os.environ.setdefault(name, "0")
-    with require_extra("a cluster needs", "cluster"):
-        from peagle.cluster.start import run
-    warn_if_open(settings.host, settings.api_key_file)
-    stopped, signals = threading.Event(), interrupt.Signals()
-
-    def stop(*_: Any) -> None:
-        if not signals.add():
-            return
-        if stopped.is_set():  # the second signal: do not wait for open answers
-            raise KeyboardInterrupt
-        stopped.set()
-
-    for number in interrupt.heeded():  # with peagle.base.interrupt's handler a second one would leave Ray's processes
-        signal.signal(number, stop)
-    display, count = Display(), config.prefill + config.decode
-    replicas = "1 replica, which" if count == 1 else f"{count} replicas, each of which"
-    with contextlib.ExitStack() as starting:
-        starting.enter_context(display.stage(f"starting {replicas} loads the pair and compiles"))
-
-        def note(line: str) -> None:
-            starting.close()
-            display.note(line)
-
-        run(config, settings.address, settings.host, settings.port, note, stopped)
-    return 0
 
 
 def served(settings: Cluster) -> FleetConfig:

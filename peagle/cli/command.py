@@ -199,24 +199,20 @@ def normalize(typed: Sequence[str], options: Sequence[Option]) -> list[str]:
 
 def build_command(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:
     """Make a command from typed values. Raises InputError that names the field of a bad one."""
-    values: dict[tuple[str, ...], dict[str, Any]] = {}
-    for option in options_of(kind):
-        if option.name in typed:
-            values.setdefault(option.path[:-1], {})[option.name] = option.value(typed[option.name])
-    return _build(kind, values)
+    options = (option for option in options_of(kind) if option.name in typed)
+    command: Kind = _build(kind, {option.path: option.value(typed[option.name]) for option in options})
+    return command
 
 
-def _build(
-    kind: type[Kind], values: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = (), defaults: Any = None
-) -> Kind:
-    """Make a config and its groups. values: by the path of their group. defaults: an instance with all other values."""
-    fields = dict(values.get(path, {}))
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        below = (*path, field.name)
-        if any(group[: len(below)] == below for group in values):
-            group = field.default if defaults is None else getattr(defaults, field.name)
-            fields[field.name] = _build(type(group), values, below, group)
-    return kind(**fields) if defaults is None else dataclasses.replace(defaults, **fields)
+def _build(config: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
+    """Make a config with these values, by their paths. config: its class, or an instance with all other values."""
+    groups: dict[str, dict[tuple[str, ...], Any]] = {}
+    for (name, *rest), value in values.items():
+        groups.setdefault(name, {})[tuple(rest)] = value
+    fields = {
+        name: inner[()] if () in inner else _build(getattr(config, name), inner) for name, inner in groups.items()
+    }
+    return config(**fields) if isinstance(config, type) else dataclasses.replace(config, **fields)
 
 
 def record(command: Any) -> dict[str, Any]:
@@ -233,7 +229,7 @@ def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     options = {option.name: option for option in options_of(kind)}
     if missing := [name for name, option in options.items() if option.required and name not in values]:
         raise InputError(f"{missing[0]} is missing", missing[0])
-    by_group: dict[tuple[str, ...], dict[str, Any]] = {}
+    by_path = {}
     for name, value in values.items():
         if name not in options:
             close = difflib.get_close_matches(name, options, 1)
@@ -241,8 +237,9 @@ def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
             raise InputError(f"{name} is not an option of this version{hint}", name)
         value = tuple(value) if isinstance(value, list) else value
         check_type(name, value, options[name].kind)
-        by_group.setdefault(options[name].path[:-1], {})[name] = value
-    return _build(kind, by_group)
+        by_path[options[name].path] = value
+    command: Kind = _build(kind, by_path)
+    return command
 
 
 def with_flag(error: InputError, kind: type[Any]) -> str:

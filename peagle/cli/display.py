@@ -206,21 +206,18 @@ class Display:
         """Show that a stage of a run begins."""
         if stage == "measuring":
             self.measuring(done, total)
-        elif stage in ("decoding", "comparing"):
-            self.decoding(done, total, plainly=stage == "comparing")
-        else:
+        elif stage not in ("decoding", "comparing"):
             self._show("profiling some steps" if stage == "profiling" else stage)
+        else:
+            self._done, self._began = done, self._began or time.perf_counter()
+            self._finished = self._num_tokens = 0
+            plainly = stage == "comparing"
+            by_token = total == 1 or (plainly and not self._streaming)
+            self._show(PLAINLY if plainly else stage, animated=False, unit="tokens" if by_token else "requests")
+            self._count()
 
     def measuring(self, done: int, total: int) -> None:
         self.begin_run("measuring the cost of drafting (-k K skips it)", done, total)
-
-    def decoding(self, done: int, total: int, plainly: bool) -> None:
-        self._done, self._began = done, self._began or time.perf_counter()
-        self._finished = self._num_tokens = 0
-        by_token = total == 1 or (plainly and not self._streaming)
-        self._show(PLAINLY if plainly else "decoding", animated=False, unit="tokens" if by_token else "requests")
-        if not by_token:
-            self._count()
 
     def compared(self, done: int, total: int) -> None:
         if self._stage is not None and self._stage.unit == "tokens":

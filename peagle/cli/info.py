@@ -44,62 +44,55 @@ class Info:
         check_least(self, slots=1, context=2)
 
     def run(self) -> int:
-        return inspect(self)
+        """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code."""
+        from drafter.dialects import is_drafter_config, named_aux_layers
+        from drafter.load import inspect_drafter, map_warning
+        from peagle.base.checkpoint import CONFIG, read_json
+        from peagle.loading.checkpoints import another_target
+        from peagle.loading.fit import aux_layers_warning, fitting_aux_layers
+        from peagle.parallel.mesh import parse_mesh
+        from peagle.workflows.inspection import drafter_rows, engine_rows, mesh_rows, target_rows
+        from peagle.workflows.mesh_plan import memory_of
+        from target.load import inspect_target
 
-
-def inspect(settings: Info) -> int:
-    """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code."""
-    from drafter.dialects import is_drafter_config, named_aux_layers
-    from drafter.load import inspect_drafter, map_warning
-    from peagle.base.checkpoint import CONFIG, read_json
-    from peagle.loading.checkpoints import another_target
-    from peagle.loading.fit import aux_layers_warning, fitting_aux_layers
-    from peagle.parallel.mesh import parse_mesh
-    from peagle.workflows.inspection import drafter_rows, engine_rows, mesh_rows, target_rows
-    from peagle.workflows.mesh_plan import memory_of
-    from target.load import inspect_target
-
-    aux_layer_ids = settings.load.aux_layer_ids
-    shape = None if settings.mesh is None else parse_mesh(settings.mesh)
-    memory_of(settings.device)  # refused before files are read
-    slots = settings.slots or (1 if shape is None else shape.dp)
-    paths = _paths(settings.directories)
-    targets, drafters = [], []
-    for name, path in paths:
-        if is_drafter_config(read_json(path, CONFIG)):
-            drafters.append((name, path, *inspect_drafter(path, aux_layer_ids)))
-        else:
-            targets.append((name, path, inspect_target(path)))
-    _check_kinds(settings, len(targets), len(drafters), [name for name, _ in paths])
-    tables = {}
-    for _, path, files in targets:
-        rows = target_rows(files, path)
-        if shape is not None:
-            rows += mesh_rows(files, shape, settings.device, slots, settings.context)
-        tables[path] = "GPT-OSS target", rows
-    warnings = []
-    for name, path, checkpoint, config in drafters:
-        tables[path] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
-        warnings.append(map_warning(checkpoint, config))
-        if not targets and aux_layer_ids is None:
-            warnings.append(aux_layers_warning(named_aux_layers(checkpoint.config), name))
-    for name, path in paths:
-        _print_table(name, *tables[path])
-    if targets and drafters:
-        (target_name, target_path, target), (drafter_name, drafter_path, drafter, _) = targets[0], drafters[0]
-        layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
-        outputs = ", ".join(map(str, layers.outputs))
-        show_lines([f"They fit: the drafter reads the outputs of the target's layers {outputs}."])
-        warnings += [layers.warning, another_target(drafter_path, target_path)]
-    if targets:
-        drafting = (drafters[0][1], drafters[0][3]) if drafters else None
-        _print_table(
-            "an engine",
-            f"{settings.context:,} positions",
-            engine_rows(slots, settings.context, targets[0][1:], drafting),
-        )
-    show_lines([f"WARNING: {warning}" for warning in warnings if warning is not None])
-    return 0
+        aux_layer_ids = self.load.aux_layer_ids
+        shape = None if self.mesh is None else parse_mesh(self.mesh)
+        memory_of(self.device)  # refused before files are read
+        slots = self.slots or (1 if shape is None else shape.dp)
+        paths = _paths(self.directories)
+        targets, drafters = [], []
+        for name, path in paths:
+            if is_drafter_config(read_json(path, CONFIG)):
+                drafters.append((name, path, *inspect_drafter(path, aux_layer_ids)))
+            else:
+                targets.append((name, path, inspect_target(path)))
+        _check_kinds(self, len(targets), len(drafters), [name for name, _ in paths])
+        tables = {}
+        for _, path, files in targets:
+            rows = target_rows(files, path)
+            if shape is not None:
+                rows += mesh_rows(files, shape, self.device, slots, self.context)
+            tables[path] = "GPT-OSS target", rows
+        warnings = []
+        for name, path, checkpoint, config in drafters:
+            tables[path] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
+            warnings.append(map_warning(checkpoint, config))
+            if not targets and aux_layer_ids is None:
+                warnings.append(aux_layers_warning(named_aux_layers(checkpoint.config), name))
+        for name, path in paths:
+            _print_table(name, *tables[path])
+        if targets and drafters:
+            (target_name, target_path, target), (drafter_name, drafter_path, drafter, _) = targets[0], drafters[0]
+            layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
+            outputs = ", ".join(map(str, layers.outputs))
+            show_lines([f"They fit: the drafter reads the outputs of the target's layers {outputs}."])
+            warnings += [layers.warning, another_target(drafter_path, target_path)]
+        if targets:
+            drafting = (drafters[0][1], drafters[0][3]) if drafters else None
+            rows = engine_rows(slots, self.context, targets[0][1:], drafting)
+            _print_table("an engine", f"{self.context:,} positions", rows)
+        show_lines([f"WARNING: {warning}" for warning in warnings if warning is not None])
+        return 0
 
 
 def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:

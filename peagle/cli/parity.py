@@ -61,60 +61,62 @@ class Parity:
         check_least(self, num_prompts=1, max_new_tokens=2)
 
     def run(self) -> int:
-        return compare(self)
+        """Examine a pair, print and write the findings, and return the exit code.
 
+        The code is 1 for a difference and for a likely cause of low acceptance.
+        """
+        from drafter.dialects import open_drafter
+        from peagle.cli.display import SUMMARY_INDENT, Display
+        from peagle.cli.models import load_pair
+        from peagle.loading.checkpoints import WEIGHTLESS, drafter_path, or_demo, resolve
+        from peagle.loading.fit import check_fit
+        from peagle.workflows.hf_reference import DTYPE, compare_target
+        from peagle.workflows.parity import ParityConfig, draft_texts, emitted_texts, examine
+        from peagle.workflows.run_report import dumps
 
-def compare(settings: Parity) -> int:
-    """Examine a pair, print and write the findings, and return the exit code.
-
-    The code is 1 for a difference and for a likely cause of low acceptance.
-    """
-    from drafter.dialects import open_drafter
-    from peagle.cli.display import SUMMARY_INDENT, Display
-    from peagle.cli.models import load_pair
-    from peagle.loading.checkpoints import WEIGHTLESS, drafter_path, or_demo, resolve
-    from peagle.loading.fit import check_fit
-    from peagle.workflows.hf_reference import DTYPE, compare_target
-    from peagle.workflows.parity import ParityConfig, draft_texts, emitted_texts, examine
-    from peagle.workflows.run_report import dumps
-
-    json_file = output_file(settings.json, "--json")
-    target, drafter = or_demo(settings.load.target), or_demo(settings.load.drafter)
-    if drafter in WEIGHTLESS:
-        raise InputError(f"{drafter} has no weights to compare; give the directory of a drafter")
-    path = drafter_path(target, drafter)
-    assert path is not None
-    check_fit(resolve(target, "target"), path, settings.load.aux_layer_ids)
-    prompts = _prompts(settings, target)
-    conversations = prompts.conversations[: settings.num_prompts]
-    config = ParityConfig(
-        num_speculative_tokens=settings.num_speculative_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        reference_steps=REFERENCE_STEPS,
-        raw=settings.rendering.raw,
-    )
-    display = Display()
-    display.warn(prompts.warnings)
-    # bfloat16, the default elsewhere, routes some tokens to other experts
-    pair = load_pair(target, drafter, dataclasses.replace(settings.load, dtype=DTYPE), display)
-    with display.stage("decoding", animated=False):
-        drafted = draft_texts(pair, conversations, config, raw=config.raw)
-    with display.stage("comparing the target", animated=False) as progress:
-        number = len(drafted.texts)
-        compared = compare_target(
-            resolve(target, "target"), emitted_texts(pair, drafted), lambda done: progress(done, number)
+        json_file = output_file(self.json, "--json")
+        target, drafter = or_demo(self.load.target), or_demo(self.load.drafter)
+        if drafter in WEIGHTLESS:
+            raise InputError(f"{drafter} has no weights to compare; give the directory of a drafter")
+        path = drafter_path(target, drafter)
+        assert path is not None
+        check_fit(resolve(target, "target"), path, self.load.aux_layer_ids)
+        prompts = _prompts(self, target)
+        conversations = prompts.conversations[: self.num_prompts]
+        config = ParityConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            max_new_tokens=self.max_new_tokens,
+            reference_steps=REFERENCE_STEPS,
+            raw=self.rendering.raw,
         )
-    with display.stage("comparing the drafter", animated=False) as progress:
-        findings = examine(pair, cast(Any, pair.drafter), open_drafter(path), drafted, conversations, config, progress)
-    lines = [*compared.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
-    lines += _report_lines(findings, settings)
-    if prompts.skipped:
-        lines.append(f"left out     {skipped_line(prompts.skipped)}")
-    if json_file is not None:
-        json_file.write(dumps(_as_json(settings, prompts, compared, findings)))
-    if settings.json != STANDARD_OUTPUT:
-        show_lines(lines, SUMMARY_INDENT)
-    return 0 if findings.fine and compared.fine else 1
+        display = Display()
+        display.warn(prompts.warnings)
+        # bfloat16, the default elsewhere, routes some tokens to other experts
+        pair = load_pair(target, drafter, dataclasses.replace(self.load, dtype=DTYPE), display)
+        with display.stage("decoding", animated=False):
+            drafted = draft_texts(pair, conversations, config, raw=config.raw)
+        with display.stage("comparing the target", animated=False) as progress:
+            number = len(drafted.texts)
+            compared = compare_target(
+                resolve(target, "target"), emitted_texts(pair, drafted), lambda done: progress(done, number)
+            )
+        with display.stage("comparing the drafter", animated=False) as progress:
+            findings = examine(
+                pair, cast(Any, pair.drafter), open_drafter(path), drafted, conversations, config, progress
+            )
+        lines = [
+            *compared.lines,
+            f"aux layers   {pair.loaded.aux_layers}",
+            f"window       {pair.loaded.drafter_window}",
+        ]
+        lines += _report_lines(findings, self)
+        if prompts.skipped:
+            lines.append(f"left out     {skipped_line(prompts.skipped)}")
+        if json_file is not None:
+            json_file.write(dumps(_as_json(self, prompts, compared, findings)))
+        if self.json != STANDARD_OUTPUT:
+            show_lines(lines, SUMMARY_INDENT)
+        return 0 if findings.fine and compared.fine else 1
 
 
 def _as_json(settings: Parity, prompts: PromptSet, compared: "TargetParity", findings: "Findings") -> dict[str, Any]:

@@ -161,7 +161,7 @@ class _Fault:
     def __str__(self) -> str:
         if self.reason.startswith(UNKNOWN):
             return f"{self.keyword} at {self.path} is not supported; {self.remedy}"
-        if "supported" in self.reason or self.reason == SEVERAL:
+        if "supported" in self.reason:
             return f"{self.keyword} at {self.path} is not supported ({self.reason}); {self.remedy}"
         return f"{self.keyword} at {self.path} is not valid ({self.reason}); correct it, or {self.remedy}"
 

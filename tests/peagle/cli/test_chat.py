@@ -101,11 +101,13 @@ def test_a_context_without_room_for_any_message_is_refused_at_once(chat: Chat, t
     refused(chat(b"Hi\nAnd you?\n", "--context", str(least)), expected)
     code, out, _ = chat(b"a\n", "--context", str(least + 1), "-n", "1")
     assert (code, len(out.splitlines())) == (0, 1)
+    refused(chat(b"Hi\n", "--context", "100000"), "--context is 100000; expected 2..")
 
 
 def test_a_pipe_of_which_no_message_is_answered_is_bad_input(chat: Chat) -> None:
     code, out, err = chat(b"b" * 1000 + b"\n\xff\n", "--context", str(MAX_POSITIONS))
     assert (code, out, err.count("peagle: error: ")) == (2, "", 2)
+    assert chat(b"", "--quiet") == (0, "", "")
 
 
 def test_no_message_shows_a_traceback(chat: Chat, toy: Pair) -> None:
@@ -116,20 +118,6 @@ def test_no_message_shows_a_traceback(chat: Chat, toy: Pair) -> None:
     assert (code, out) == (0, f"{first}\n{third}\n")
     assert "peagle: error: the message is not UTF-8 text; expected UTF-8\n" in err
     assert "\x1b" not in err
-
-
-def test_an_end_of_input_at_once_is_an_end(chat: Chat) -> None:
-    assert chat(b"", "--quiet") == (0, "", "")
-
-
-def test_context_without_room_for_a_message_is_refused(chat: Chat) -> None:
-    for options, message in (
-        (("-k", "many"), "-k is 'many'; expected a number of drafted tokens, auto, or auto:N"),
-        (("-n", "0"), "-n is 0"),
-        (("--context", "100000"), "--context is 100000; expected 2.."),
-        (("--temperature", "-1"), "--temperature is -1"),
-    ):
-        refused(chat(b"Hi\n", *options), message)
 
 
 def test_without_a_tokenizer_or_a_template_there_is_no_chat(
@@ -167,13 +155,6 @@ def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkey
         {"role": "assistant", "content": first},
     ]
     assert not interrupt.pressed()
-
-
-def test_ctrl_c_before_the_first_token_forgets_the_message(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    press_ctrl_c_at(monkeypatch, Display, "run_stage")
-    code, out, err = chat(b"Hi\nGo on\n")
-    assert (code, len(out.splitlines())) == (0, 1)
-    assert "interrupted before the first token; the message is left out" in err
 
 
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_at_the_prompt_the_chat() -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from peagle.cli.display import Display
-from peagle.engine.auto.costs import CostTable
 from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.text.tokenizer import Tokenizer, detokenize
-from peagle.workflows.run import MOST_ROUNDS, Observer, RunConfig, run
+from peagle.workflows.run import Observer, RunConfig, run
 from tests.support.commands import Captured, last_of_each, refused
 from tests.support.pairs import SPECIALS, Directories, toy_pair
 from tests.support.terminal import ROOT, TOY_PROCESS
@@ -61,15 +60,6 @@ def test_text_goes_to_standard_output_and_the_summary_to_standard_error(cli: Run
 def test_the_version_needs_no_command(real: Run) -> None:
     assert real("--version") == (0, f"{importlib.metadata.version('peagle')}\n", "")
     assert real()[1].startswith("Usage: peagle")
-
-
-def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    dear = CostTable({1: ((1, 1.0), (8, 9.0))}, {1: ((0, 0.0), (7, 1.0))})
-    monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", lambda *_: dear)
-    code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
-    assert code == 0
-    assert "no draft was verified" in err
-    assert "0 steps of K <= 7, 11 plain" in err
 
 
 @pytest.mark.parametrize(
@@ -129,20 +119,6 @@ def test_quietly_nothing_is_compared_unless_the_json_shows_it(cli: Run, monkeypa
     cli(*SPECULATE, "--quiet", "Hi")
     answered(cli, *SPECULATE, "--quiet", "Hi")
     assert compared == [False, True]
-
-
-def test_one_request_is_compared_in_rounds_and_the_json_has_all_of_them(cli: Run) -> None:
-    """The summary's figures are those of the median round; a file of several prompts has one round each."""
-    value = answered(cli, *SPECULATE, "Hi")
-    baseline, summary = value["requests"][0]["baseline"], value["summary"]
-    rounds = baseline["rounds"]
-    assert 1 <= len(rounds) <= MOST_ROUNDS  # on a busy machine fewer fit
-    assert baseline["first_divergence"] is None
-    for one in rounds:
-        assert one["speedup"] == pytest.approx(one["tok_per_s"] / one["baseline_tok_per_s"])
-    ordered = sorted(one["speedup"] for one in rounds)
-    assert summary["speedup"] == summary["speedup_median"] == ordered[(len(rounds) - 1) // 2]
-    assert summary["speedup"] == pytest.approx(summary["tok_per_s"] / summary["baseline_tok_per_s"])
 
 
 def test_json_on_standard_output_is_alone_there(cli: Run) -> None:

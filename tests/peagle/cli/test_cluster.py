@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peagle.base.errors import InputError
-from peagle.cli.cluster import Cluster, served, start_fleet
+from peagle.cli.cluster import Cluster, served
 from peagle.cli.command import build_command
 from peagle.cluster.config import FleetConfig, read_fleet
 from tests.support.commands import all_refused
@@ -80,7 +80,7 @@ def test_impossible_fleet_is_refused_before_it_starts(
 def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
     settings = build_command(Cluster, {"decode": 3, "port": 8123, "kv_memory": "2GB", "write_config": str(file)})
-    assert start_fleet(settings) == 0
+    assert settings.run() == 0
     config = json.loads(file.read_text("utf-8"))
     (application,) = config["applications"]
     assert config["http_options"] == {"host": "127.0.0.1", "port": 8123}
@@ -91,9 +91,9 @@ def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path
     keys.write_text("a key\n")
     keys.chmod(0o600)
     with pytest.raises(InputError, match="keys of --api-key-file"):
-        start_fleet(replace(settings, api_key_file=keys))
+        replace(settings, api_key_file=keys).run()
     with pytest.raises(InputError, match="cannot be written"):
-        start_fleet(replace(settings, write_config=str(tmp_path / "none" / "fleet.json")))
+        replace(settings, write_config=str(tmp_path / "none" / "fleet.json")).run()
 
 
 def test_while_a_fleet_starts_it_says_how_long_it_has_taken(
@@ -114,7 +114,7 @@ def test_while_a_fleet_starts_it_says_how_long_it_has_taken(
     monkeypatch.setitem(sys.modules, "peagle.cluster.start", SimpleNamespace(run=run))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("peagle.cli.display.LINE_SECONDS", 0.01)
-    assert start_fleet(build_command(Cluster, {"decode": 2})) == 0
+    assert build_command(Cluster, {"decode": 2}).run() == 0
     assert "starting 2 replicas, each of which loads the pair and compiles: 0 s so far" in "".join(said)
     assert capsys.readouterr().err == ""
 
@@ -131,4 +131,4 @@ def test_without_ray_one_line_says_what_to_install() -> None:
     with pytest.raises(
         InputError, match=r"a cluster needs ray, which is not installed; .*: pip install '\.\[cluster\]'"
     ):
-        start_fleet(Cluster())
+        Cluster().run()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from peagle.cli import display
-from peagle.cli.display import DRAFT_COLOURS, PART, Display, Stage
+from peagle.cli.display import PART, Display, Stage
 from peagle.cli.output import wrapped
 from peagle.cli.report import fitting
 from peagle.engine.request import Request
@@ -37,7 +37,7 @@ def awaited(capsys: pytest.CaptureFixture[str], pattern: str) -> str:
 
 
 def decode_plainly(shows: Display) -> None:
-    shows.decoding(0, 1, plainly=True)
+    shows.run_stage("comparing", 0, 1)
     shows.compared(20, 1000)
 
 
@@ -52,7 +52,7 @@ LINES: list[tuple[Callable[[Display], Any], int, str]] = [
         r".*part 2 of 3, about \d+ min \d+ s left$",
     ),
     (decode_plainly, 1, "comparing with plain decoding.*: 20 of 1,000 tokens"),
-    (lambda shows: shows.decoding(0, 7, plainly=False), 7, "decoding: 0 of 7 requests$"),
+    (lambda shows: shows.run_stage("decoding", 0, 7), 7, "decoding: 0 of 7 requests$"),
 ]
 
 
@@ -83,7 +83,7 @@ def test_quietly_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_line_falls_into_a_text_that_streams(capsys: pytest.CaptureFixture[str]) -> None:
     """Standard output and standard error may go to one file."""
     shows = Display(text=True, streaming=True)
-    shows.decoding(0, 1, plainly=False)
+    shows.run_stage("decoding", 0, 1)
     request = Request((1,), 10)
     shows.started(request, None)
     awaited(capsys, "(?m)^decoding: ")  # a long prompt is read
@@ -93,14 +93,6 @@ def test_no_line_falls_into_a_text_that_streams(capsys: pytest.CaptureFixture[st
     shows.emitted(request, (2,), "b")
     assert tuple(capsys.readouterr()) == ("b", "")
     shows.end_all()
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_note_does_not_end_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    shows = Display()
-    with shows.stage("training"):
-        shows.note("step 1")
-        awaited(capsys, "(?m)^step 1$(.|\n)*^training: ")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +148,7 @@ def test_text_goes_where_standard_output_goes_while_progress_is_on_a_terminal(mo
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", screen)
     shows = Display(text=True, streaming=True)
-    shows.decoding(0, 1, plainly=False)
+    shows.run_stage("decoding", 0, 1)
     request = Request((1,), 10)
     shows.started(request, None)
     shows.emitted(request, (1,), "abc")
@@ -165,11 +157,6 @@ def test_text_goes_where_standard_output_goes_while_progress_is_on_a_terminal(mo
     assert out.getvalue() == "abc\n"
     assert "1 of 10 tokens" in screen.getvalue()
     assert "abc" not in screen.getvalue()
-
-
-def test_warnings_are_shown_if_quiet_too(capsys: pytest.CaptureFixture[str]) -> None:
-    Display(quiet=True).warn(["left out: 1 row"])
-    assert capsys.readouterr().err == "peagle: warning: left out: 1 row\n"
 
 
 ANSWER = (
@@ -220,7 +207,6 @@ def with_environment(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, environm
     monkeypatch.setattr(sys, "stdout", out)
 
 
-@pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(
     ("out", "environment", "quiet", "coloured"),
     [
@@ -232,12 +218,11 @@ def with_environment(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, environm
     ],
 )
 def test_accepted_drafts_are_coloured_on_a_terminal_with_colours_alone(
-    monkeypatch: pytest.MonkeyPatch, out: type[io.StringIO], environment: dict[str, str], quiet: bool, coloured: bool,
-    streaming: bool,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, out: type[io.StringIO], environment: dict[str, str], quiet: bool, coloured: bool
+) -> None:
     written = out()
     with_environment(monkeypatch, written, environment)
-    shows = Display(text=True, quiet=quiet, streaming=streaming, drafts=True)
+    shows = Display(text=True, quiet=quiet, streaming=True, drafts=True)
     request = Request((1,), 10)
     shows.started(request, None)
     shows.emitted(request, (1, 2, 3, 4), "abc\nd", PARTS)
@@ -245,19 +230,6 @@ def test_accepted_drafts_are_coloured_on_a_terminal_with_colours_alone(
     assert shows.shows_drafts == coloured
     assert len(re.findall(r"\x1b\[38;\S+?m[bc]", written.getvalue())) == 2 * coloured
     assert Text.from_ansi(written.getvalue()).plain == "abc\nd\n"
-
-
-def test_each_position_of_a_draft_has_its_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = Screen()
-    with_environment(monkeypatch, written, {**COLOURS, "COLORTERM": "truecolor"})
-    shows = Display(text=True, streaming=True, drafts=True)
-    request, places = Request((1,), 10), range(len(DRAFT_COLOURS) + 2)
-    shows.started(request, None)
-    shows.emitted(request, tuple(places), "x" * len(places), [("x", place) for place in places])
-    own, *drafts = re.findall(r"(?:\x1b\[38;2;([\d;]+)m)?x", written.getvalue())
-    assert own == ""
-    assert len(set(drafts)) == len(DRAFT_COLOURS)
-    assert drafts[-2] == drafts[-1]  # later positions share the last colour
 
 
 def test_drafts_are_coloured_within_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,16 +255,10 @@ def test_a_table_that_is_too_wide_names_its_rows_in_each_part() -> None:
     assert fitting([9, 60, 60], 80) == [[0, 1], [0, 2]]
 
 
-@pytest.mark.parametrize(("columns", "terminal"), [(40, True), (40, False)])
-def test_lines_are_broken_between_words_in_a_terminal_alone(columns: int, terminal: bool) -> None:
-    console = Console(file=io.StringIO(), width=columns, force_terminal=terminal)
+def test_lines_are_broken_between_words_in_a_terminal_alone() -> None:
     line = "acceptance   length 3.84 | 17 steps of K = 3 | rate per position 1.00 .94 .88"
-    text = wrapped(f"{line}\n  indented: {line}", console, 13)
-    if not terminal:
-        assert text == f"{line}\n  indented: {line}"
-        return
-    parts = text.split("\n")
-    assert max(map(len, parts)) <= columns
-    assert text.split() == f"{line} indented: {line}".split()  # no word is broken
-    assert parts[1].startswith(" " * 13)
-    assert parts[3].startswith("  indented")
+    text = wrapped(line, Console(file=io.StringIO(), width=40, force_terminal=True), 13)
+    assert max(map(len, text.split("\n"))) <= 40
+    assert text.split() == line.split()  # no word is broken
+    assert text.split("\n")[1].startswith(" " * 13)
+    assert wrapped(line, Console(file=io.StringIO(), width=40), 13) == line

@@ -158,9 +158,7 @@ def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -
     assert f"{1000 * (full + sliding) / 64 / 1e3:.1f} kB float32" in lines["with --retain-full-kv"]
 
 
-def test_info_says_what_an_engine_takes(
-    real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_says_what_an_engine_takes(real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of an engine of that shape, and the tokens of one that has all the memory."""
     pair = load(directories.target, directories.drafter, kernels="xla", dtype="bfloat16")
     free = 1_000_000

@@ -46,12 +46,12 @@ def test_waiting_for_a_person_to_type_is_left_at_once() -> None:
     assert b"Traceback" not in terminal.shown
 
 
-@pytest.mark.parametrize("stage", ["run_stage", "decoding"])
+@pytest.mark.parametrize("stage", [1, 2])  # compiling, decoding
 def test_before_the_first_token_there_is_nothing_to_show(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: Any, stage: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: Any, stage: int
 ) -> None:
     monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: toy)
-    press_ctrl_c_at(monkeypatch, Display, stage)
+    press_ctrl_c_at(monkeypatch, Display, "run_stage", stage)
     assert main([*SPECULATE, "--no-baseline"]) == 130
     shown = capsys.readouterr()
     assert shown.out.strip() == ""

@@ -28,11 +28,7 @@ TYPED: list[tuple[str, str]] = [
     ("-k 1000 Hi", r"-k is 1000; expected 0 \(plain decoding\) to 128 drafted tokens"),
     ("-k x Hi", "-k is 'x'.*auto, or auto:N"),
     ("-k auto:x Hi", "-k is 'auto:x'; expected a number of drafted tokens, auto, or auto:N for at most N of them"),
-    ("-k auto: Hi", "-k is 'auto:'; expected a number"),
-    ("-k automatic Hi", "-k is 'automatic'; expected a number"),
     ("-k auto:0 Hi", "-k is 'auto:0'; expected auto:N, N from 1 to 128"),
-    ("-k auto:-1 Hi", "-k is 'auto:-1'; expected auto:N, N from 1 to 128"),
-    ("-k auto:999 Hi", "-k is 'auto:999'; expected auto:N, N from 1 to 128"),
     ("-n 0 Hi", "error: -n is 0"),
     ("--slots 0 Hi", "--slots is 0.*1 or more"),
     ("--slots 100000000 Hi", "--slots is 100000000; expected 1 to 65536"),
@@ -40,7 +36,6 @@ TYPED: list[tuple[str, str]] = [
     ("--context 100000 Hi", "--context is 100000.*384"),
     ("--context 8 'Hi there'", "8 positions.*--context"),
     ("--temperature -1 Hi", "--temperature is -1"),
-    ("--temperature nan Hi", "--temperature is nan"),
     ("--temperature hot Hi", r"--temperature is 'hot'.*number.*\(peagle speculate --help shows"),
     ("--top-k 2.5 Hi", r"--top-k is 2\.5.*integer.*\(peagle speculate --help shows"),
     ("--regex a(( Hi", r"--regex: the regular expression.*unclosed group at character 3 of a\(\(;"),
@@ -52,16 +47,12 @@ TYPED: list[tuple[str, str]] = [
     ("--frequency-penalty -3 Hi", "--frequency-penalty is -3"),
     ("--repetition-penalty 0 Hi", "--repetition-penalty is 0"),
     ("--logit-bias x=1 Hi", "--logit-bias is 'x=1'.*ID=VALUE"),
-    ("--logit-bias 5 Hi", "--logit-bias is '5'.*ID=VALUE"),
     ("--logit-bias 100000=1 Hi", "token id 100000.*vocabulary"),
     ("--min-tokens -1 Hi", "--min-tokens is -1"),
     ("--prefill-chunk 0 Hi", "--prefill-chunk is 0"),
     (f"--seed {2**64} Hi", f"--seed is {2**64}.*64 bits"),
     ("--reasoning-effort huge Hi", "huge"),
-    ("--dtype int4 Hi", "int4"),
-    ("--no-such-flag Hi", "--no-such-flag"),
     ("''", "the prompt is empty"),
-    ("'  \n'", "the prompt is empty"),
     ("a\udc80", "not valid Unicode"),
     ("--prompt-ids '' --raw-prompt", "--prompt-ids is empty"),
     ("--prompt-ids 1,x", "'x'"),
@@ -74,7 +65,6 @@ TYPED: list[tuple[str, str]] = [
     ("--prefill-chunk some Hi", "--prefill-chunk is 'some'; expected a number of tokens, or all"),
     ("--raw-prompt --system x Hi", "--raw-prompt"),
     ("--json / Hi", "--json / cannot be written.*directory"),
-    ("--json no/such/folder/out.json Hi", "--json.*cannot be written"),
     (f"--json {__file__}/out.json Hi", "--json.*cannot be written"),
     ("--trace no/such/folder/out.json Hi", "--trace.*cannot be written"),
     ("--trace - Hi", "--trace -"),
@@ -96,23 +86,18 @@ def test_bad_flags_and_prompts_are_refused_in_one_line(
 
 # whole command lines, and a pattern of the line
 OF_COMMANDS: list[tuple[str, str]] = [
-    ("nonsense", "nonsense"),
     ("speculate -k 0 --logprobs -1 Hi", r"logprobs is -1; expected 0\.\.20"),
     ("speculate -k 0 --logprobs 2 --quiet Hi", "--logprobs.*--quiet.*--json"),
-    ("speculate -k 0 --regex ( hello", "unclosed group"),
-    ("speculate -k 0 --json-schema none.json hello", "cannot be read"),
     ("speculate -k 0 --regex a --json-schema b hello", "expected one of them"),
     ("speculate -k 0 --target absent Hi", "absent does not exist"),
+    ("speculate --stop= Hi", "stop string 1 of 1 is empty"),
     ("speculate --dtype int4", "--dtype is 'int4'; expected.*'float32'"),
     ("speculate --draft-vocab 2049 Hi", "--draft-vocab is 2049; expected 1 to 2048"),
     ("speculate --aux-layer-ids 1,2 Hi", r"--aux-layer-ids names 2 aux layers \[1, 2\].*reads 3"),
     ("speculate --drafter ngram --aux-layer-ids 0,1,2 Hi", "no drafter with weights"),
-    ("speculate --target absent Hi", "absent does not exist"),
     ("speculate --drafter demo-eagle9 Hi", "demo-eagle9 does not exist.*demo-dflash, or ngram"),
     ("train --out x --steps -5", "--steps is -5; expected 1 or more"),
-    ("train --out x --layers 0", "--layers is 0; expected 1 or more"),
     ("cluster --decode 0", "--decode is 0; expected 1 or more"),
-    ("cluster --port", r"expected --port N \(peagle cluster --help shows"),
     ("parity -k 200", "-k is 200; expected 1 to 128 drafted tokens"),
     ("bench -k 0", "-k is 0; expected 1 to 128 drafted tokens"),
     ("serve -k 200", r"-k is 200; expected 0 \(plain decoding\) to 128 drafted tokens"),
@@ -128,14 +113,6 @@ def test_values_are_refused_by_the_option_and_the_command_that_were_typed(
     result = real(*typed.split())
     refused(result)
     assert re.search(pattern, result[2]), result[2]
-
-
-def test_stop_strings_that_cannot_be_are_refused_before_anything_is_loaded(
-    cli: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("peagle.cli.models.chosen_models", lambda *_: ("t", None))
-    refused(cli("speculate", "-k", "0", "--stop", "", "Hi"), "stop string 1 of 1 is empty")
-    refused(cli("speculate", "-k", "0", "--stop", "x" * 2000, "Hi"), "has 2000 characters; expected at most 1024")
 
 
 GENERATE = ("speculate", "-k", "0", "-n", "2")

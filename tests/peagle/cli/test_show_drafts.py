@@ -25,9 +25,3 @@ def test_parts_are_the_text_with_the_places_of_the_drafts(toy: Pair, stop: tuple
     origins = [0, *itertools.chain.from_iterable([*range(1, step.num_accepted + 1), 0] for step in result.steps)]
     assert [origin for _, origin in parts][: len(result.output_ids) - 1] == origins[: len(result.output_ids) - 1]
     assert any(origins)
-
-
-def test_without_being_asked_for_there_are_no_parts(toy: Pair) -> None:
-    engine = toy.engine(toy.engine_config(K, context=128))
-    request = toy.request(from_text("solo"), [], Rendering(), max_new_tokens=NEW)
-    assert not any(piece.parts for _, piece in follow(engine, submit(engine, [request], toy.tokenizer)))
