@@ -6,7 +6,6 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ import target.load
 from peagle.base.checkpoint import Checkpoint
 from peagle.ops.kernels import for_weights
 from tests.support.commands import Captured, refused
-from tests.support.pairs import MASK, VOCAB_SIZE, Directories, edit_json
+from tests.support.pairs import VOCAB_SIZE, Directories, edit_json
 
 Run = Callable[..., Captured]
 
@@ -140,54 +139,26 @@ def test_a_bad_line_of_a_prompt_file_is_left_out_and_told(cli: Run, tmp_path: Pa
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-Spoil = Callable[[Path], object]
-
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def index(path: Path, shard: str) -> None:
-    """Weights under another name, and an index that sends every tensor to this shard."""
-    from safetensors import safe_open
-
-    with safe_open(path / "model.safetensors", framework="numpy") as weights:
-        weight_map = dict.fromkeys(weights.keys(), shard)
-    (path / "model.safetensors").rename(path / "a.safetensors")
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def configure(path: Path, **fields: Any) -> None:
-    edit_json(path / "config.json", **fields)
-
-
-SPOILED: list[tuple[str, Spoil, list[str]]] = [
+# what the loaders' own tests find, from a few places (tests/target, tests/drafter, tests/peagle/base)
+SPOILED: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("target", lambda path: (path / "config.json").unlink(), ["no config.json"]),
-    ("target", lambda path: (path / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
-    ("target", lambda path: configure(path, model_type="llama"), ["'llama'", "gpt_oss"]),
     ("target", lambda path: cut(path / "model.safetensors"), ["model.safetensors", "truncated"]),
-    ("target", lambda path: (path / "model.safetensors").write_bytes(b"no"), ["model.safetensors"]),
-    ("target", lambda path: (path / "model.safetensors").unlink(), ["no weights"]),
-    ("target", lambda path: index(path, "b.safetensors"), ["b.safetensors", "no such file"]),
-    ("target", lambda path: index(path, "../b.safetensors"), ["../b.safetensors", "expected the name of a file"]),
-    ("target", lambda path: configure(path, num_hidden_layers=2, layer_types=None), ["no place for"]),
-    ("target", lambda path: configure(path, num_hidden_layers=4, layer_types=None), ["missing"]),
-    ("target", lambda path: configure(path, vocab_size=321), ["[320, 64]", "[321, 64]"]),
     ("target", lambda path: (path / "tokenizer.json").write_text("{"), ["tokenizer.json"]),
-    ("drafter", lambda path: (path / "config.json").unlink(), ["no config.json"]),
-    ("drafter", lambda path: configure(path, ptd_token_id=None), ["mask token"]),
-    ("drafter", lambda path: configure(path, ptd_token_id=VOCAB_SIZE), [str(VOCAB_SIZE)]),
-    ("drafter", lambda path: configure(path, hidden_size=48), ["48"]),
-    ("drafter", lambda path: configure(path, eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ["9", "1..3"]),
+    ("drafter", lambda path: edit_json(path / "config.json", ptd_token_id=None), ["mask token"]),
+    ("drafter", lambda path: edit_json(path / "config.json", hidden_size=48), ["48"]),
     ("drafter", lambda path: cut(path / "model.safetensors"), ["truncated"]),
 ]
 
 
 @pytest.mark.parametrize(("model", "spoil", "parts"), SPOILED)
 def test_a_target_or_a_drafter_that_does_not_work_or_fit_is_refused_in_one_line(
-    real: Run, directories: Directories, tmp_path: Path, model: str, spoil: Spoil, parts: list[str]
+    real: Run, directories: Directories, tmp_path: Path, model: str, spoil: Callable[[Path], object], parts: list[str]
 ) -> None:
-    assert json.loads((directories.drafter / "config.json").read_text())["ptd_token_id"] == MASK
     shutil.copytree(getattr(directories, model), tmp_path / model)
     spoil(tmp_path / model)
     models = {"target": directories.target, "drafter": "ngram", model: tmp_path / model}
