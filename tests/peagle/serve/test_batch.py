@@ -310,7 +310,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Pat
 
     def start(lines: list[str], *options: str) -> int:
         source.write_text("\n".join(lines) + "\n")
-        fixed = ["-k", "3", "--slots", "2", "--context", "128", "--prefix-cache", "1MB"]
+        fixed = ["-k", "3", "--slots", "2", "--context", "128"]
         return main(["batch", str(source), str(tmp_path / "out.jsonl"), *fixed, *options])
 
     return start
