@@ -349,7 +349,8 @@ class Pair:
         if window is not None and window < k + 1:
             raise InputError(
                 f"the drafter's window is {window} positions; expected {k + 1} or more at K = {k}, since a step's rows "
-                f"must see the token they follow: raise --drafter-window, or lower -k to {max(window - 1, 0)}"
+                f"must see the token they follow: raise --drafter-window, or drafter_window in speculation.json, or "
+                f"lower -k to {max(window - 1, 0)}"
             )
         if self.coordinator is not None and config.role != "both":
             raise InputError(f"a target over several processes cannot take the role {config.role!r}; leave role out")
@@ -372,7 +373,8 @@ class Pair:
         if beyond(config) and not any(map(beyond, self.engines)):
             warnings.warn(
                 f"the context has {config.context} positions, but the drafter's config.json says {trained}: after "
-                "these its drafts may be accepted less; --drafter-window N limits how far its attention reaches",
+                "these its drafts may be accepted less; --drafter-window N, or drafter_window in speculation.json, "
+                "limits how far its attention reaches",
                 InputWarning,
                 stacklevel=3,
             )

@@ -86,7 +86,7 @@ def fitting_aux_layers(
         inputs = dataclasses.replace(named[0], are_outputs=False)
         why = (
             f"{drafter_name}: {inputs.key} in config.json counts layer inputs ({list(inputs.ids)} of {n} layers); "
-            f"using outputs {list(inputs.outputs)}; if acceptance is low, give --aux-layer-ids"
+            f"using outputs {list(inputs.outputs)}; if acceptance is low, peagle parity tries others"
         )
         return AuxLayers(inputs.outputs, describe_aux_layers(inputs.outputs, [inputs]), why, converted_from_inputs=True)
     if outputs is None:
@@ -106,7 +106,7 @@ def fitting_aux_layers(
         raise refuse(
             f"{named[0].key} in its config.json is {list(named[0].ids)}, and {wrong} names no layer; expected "
             f"{first}..{last} there, for the target's layers 0..{n - 1}: use the drafter that was trained for it, or "
-            "give --aux-layer-ids"
+            "correct them there"
         )
     by_option = aux_layer_ids is not None
     warning = None if by_option else aux_layers_warning(named, drafter_name, n)

@@ -100,6 +100,7 @@ OF_COMMANDS: list[tuple[str, str]] = [
     ("parity -k 200", "-k is 200; expected 1 to 128 drafted tokens"),
     ("bench -k 0", "-k is 0; expected 1 to 128 drafted tokens"),
     ("serve -k 200", r"-k is 200; expected 0 \(plain decoding\) to 128 drafted tokens"),
+    ("download demo", "demo is no name on the Hub; expected OWNER/NAME"),
     (f"random tiny {__file__}/x", "/x cannot be written.*; expected a place that can be"),
 ]
 
