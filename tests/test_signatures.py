@@ -11,7 +11,7 @@ import pytest
 
 from peagle.base.files import trim_folder
 from peagle.engine.request import Request
-from peagle.measure.bench import WeightBytes
+from peagle.measure.bench import Case
 from peagle.ops.mask import causal_mask
 from peagle.pair import Pair
 
@@ -24,7 +24,7 @@ BROKEN = (beartype.roar.BeartypeException, jaxtyping.TypeCheckError)
         lambda: trim_folder("a text", 1),
         lambda: causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((3, 4), jnp.int32), None),  # batches of 1 and 3
         lambda: Request("a text", 1),
-        lambda: WeightBytes(1, 2, 3, "four"),
+        lambda: Case("tg", "many"),
         lambda: Pair(None, None, None, None, (1, "two")),
     ],
 )
@@ -37,7 +37,7 @@ def test_matching_signature_raises_nothing() -> None:
     trim_folder(Path(__file__).parent, 1 << 60)
     causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 4), jnp.int32), None)
     Request((1, 2), 1)
-    WeightBytes(1, 2, 3, 4).read(5)
+    Case("tg", 5)
 
 
 def test_functions_within_functions_have_no_check() -> None:

@@ -1,30 +1,35 @@
 """`peagle bench`: time a target's passes, and print and write the table."""
 
+import dataclasses
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement as Width
-from rich.table import Table
 
 from peagle.base import interrupt
 from peagle.base.errors import InputError
-from peagle.base.flag import OUTPUT, RUNNING, SPECULATION, Flag
+from peagle.base.flag import RUNNING, SPECULATION, Flag
 from peagle.cli.command import Takes
 from peagle.cli.flags import JSON
 from peagle.cli.output import STANDARD_OUTPUT, output_file, wrapped
+from peagle.cli.report import show_table
 from peagle.config import EngineConfig, LoadConfig
-from peagle.measure import reports
+from peagle.measure.metrics import figure_text
+from peagle.measure.reports import Table
 
 if TYPE_CHECKING:  # it imports JAX
-    from peagle.measure.bench import BenchOptions
+    from peagle.measure.bench import Bench, BenchOptions, Measurement
+    from peagle.pair import Pair
 
 MAY_BE_NONE = ("prompt_lengths", "new_tokens")
 
 LOADED = Takes("drafter", "query_blocks", "ffn_blocks", "dtype", "experts", "mesh")
+LEGEND = (
+    "Medians (min..max). tg and verify: after @ tokens of context; tok/s: over all slots. v(T): time of a pass over T "
+    "rows divided by that over one row. K: each slot drafts K tokens, all are rejected; c(K): time of such a step "
+    "divided by that of a plain one."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,6 @@ class BenchCommand:
       batch sizes           [cyan]peagle bench DIR -p 0 -t 1 --slots 1,2,4,8,16,32[/cyan]
       cost of drafting
         [cyan]peagle bench DIR --drafter DIR -p 0 -t 1 --slots 1,4,16 -k 1,3[/cyan]
-      for a report          [cyan]peagle bench DIR --markdown - --json OUT.json[/cyan]
     """
 
     target: Annotated[str | None, Flag(names=("TARGET",))] = None
@@ -64,105 +68,163 @@ class BenchCommand:
     repeats: Annotated[int, Flag(RUNNING, "R")] = 5
     """Measurements per test."""
     json: Annotated[str | None, JSON] = None
-    markdown: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
-    """Write the table in Markdown; -: to standard output."""
 
     def run(self) -> int:
-        return time_target(self)
+        """Run the benchmark, print its table, and return the exit code.
+
+        The table goes to standard error if --json goes to standard output.
+        """
+        from peagle.cli.display import Display
+        from peagle.cli.models import load_pair
+        from peagle.loading.checkpoints import drafter_path, or_demo, resolve
+        from peagle.loading.fit import check_fit
+        from peagle.measure.bench import bench
+        from peagle.parallel.mesh import refuse_replicas
+        from peagle.workflows.run_report import dumps
+        from target.load import inspect_target
+
+        options = self._options()
+        json_file = output_file(self.json, "--json")
+        refuse_replicas(self.load.mesh, "peagle bench measures one replica")
+        name = or_demo(self.target)
+        drafter = None if self.num_speculative_tokens is None else or_demo(self.load.drafter)
+        if self.load.drafter is not None and drafter is None:
+            raise InputError("--drafter is given without -k, the number of drafts to measure; give both, or neither")
+        if (directory := drafter_path(name, drafter)) is not None:
+            check_fit(resolve(name, "target"), directory)
+        options.check(inspect_target(resolve(name, "target")).config.max_positions)
+
+        display = Display()
+        pair = load_pair(name, drafter, self.load, display)
+
+        def progress(stage: str, done: int, total: int, left_s: float | None) -> None:
+            display.begin_run(stage, done, total, left_s, "test" if stage == "compiling" else "run")
+
+        measured = bench(pair, options, progress)
+        display.clear()
+        record = bench_record(measured, pair, name, drafter)
+        if json_file is not None:
+            json_file.write(dumps(record))
+        _show(record, sys.stderr if self.json == STANDARD_OUTPUT else sys.stdout)
+        return interrupt.EXIT_CODE if measured.interrupted else 0
+
+    def _options(self) -> "BenchOptions":
+        from peagle.measure.bench import BenchOptions
+
+        def numbers(name: str) -> tuple[int, ...]:
+            typed = getattr(self, name)
+            if typed is None or (name in MAY_BE_NONE and typed.strip() == "0"):
+                return ()
+            try:
+                return tuple(int(part) for part in typed.split(","))
+            except ValueError:
+                message = f"{name} is {typed!r}; expected whole numbers with commas between them, as 1,2,4"
+                raise InputError(message, name) from None
+
+        return BenchOptions(
+            prompt_lengths=numbers("prompt_lengths"),
+            new_tokens=numbers("new_tokens"),
+            widths=numbers("widths"),
+            context=self.context,
+            slots=numbers("slots"),
+            drafts=numbers("num_speculative_tokens"),
+            repeats=self.repeats,
+            prefill_chunk=self.engine.prefill_chunk,
+        )
 
 
-def time_target(settings: BenchCommand) -> int:
-    """Run the benchmark, print its table, and return the exit code.
-
-    The table goes to standard error if --json or --markdown goes to standard output.
-    """
-    from peagle.cli.display import Display
-    from peagle.cli.models import load_pair
-    from peagle.loading.checkpoints import drafter_path, or_demo, resolve
-    from peagle.loading.fit import check_fit
-    from peagle.measure.bench import bench
+def bench_record(measured: "Bench", pair: "Pair", target: str, drafter: str | None) -> dict[str, Any]:
+    """Make the object of --json: provenance, settings, and a line per test; an absent value is null."""
+    from peagle.base.memory import tree_bytes
+    from peagle.loading.load import local_model
     from peagle.measure.provenance import peak_memory_bytes, provenance
-    from peagle.parallel.mesh import refuse_replicas
-    from peagle.workflows.bench_report import bench_report, heading, legend, table, weight_bytes
-    from peagle.workflows.run_report import dumps
-    from target.load import inspect_target
+    from peagle.workflows.run_report import LOADED, SCHEMA
 
-    options = _options(settings)
-    json_file = output_file(settings.json, "--json")
-    markdown_file = output_file(settings.markdown, "--markdown")
-    if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
-        raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
-    refuse_replicas(settings.load.mesh, "peagle bench measures one replica")
-    name = or_demo(settings.target)
-    drafter = None if settings.num_speculative_tokens is None else or_demo(settings.load.drafter)
-    if settings.load.drafter is not None and drafter is None:
-        raise InputError("--drafter is given without -k, the number of drafts to measure; give both, or neither")
-    if (directory := drafter_path(name, drafter)) is not None:
-        check_fit(resolve(name, "target"), directory)
-    options.check(inspect_target(resolve(name, "target")).config.max_positions)
-
-    display = Display()
-    pair = load_pair(name, drafter, settings.load, display)
-
-    def progress(stage: str, done: int, total: int, left_s: float | None) -> None:
-        display.begin_run(stage, done, total, left_s, "test" if stage == "compiling" else "run")
-
-    measured = bench(pair, options, progress)
-    display.clear()
-
-    weights = weight_bytes(pair)
-    report = bench_report(measured, pair, weights, (name, drafter), provenance(), peak_memory_bytes())
-    above, rows, below = heading(measured, weights, report), table(measured, weights), legend(options)
-    if json_file is not None:
-        json_file.write(dumps(report))
-    if markdown_file is not None:
-        command = f"`{' '.join(report['provenance']['command'])}`"
-        markdown_file.write(reports.markdown([*above, rows, below, command]))
-    if settings.markdown != STANDARD_OUTPUT or not sys.stdout.isatty():  # otherwise Markdown is on the screen already
-        _show(above, rows, below, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
-    return interrupt.EXIT_CODE if measured.interrupted else 0
+    return {
+        "schema": SCHEMA,
+        "provenance": provenance(),
+        "config": {
+            "command": "bench",
+            "target": target,
+            "drafter": drafter,
+            **dataclasses.asdict(measured.options),
+            **{name: getattr(pair.loaded, name) for name in LOADED},
+            "steps_per_dispatch": pair.steps_per_dispatch,
+            "interrupted": measured.interrupted,
+        },
+        "weight_bytes": tree_bytes(local_model(pair.plain_target).params),
+        "tests": [_line(measurement, measured) for measurement in measured.measurements],
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
 
 
-def _options(settings: BenchCommand) -> "BenchOptions":
-    from peagle.measure.bench import BenchOptions
-
-    def numbers(name: str) -> tuple[int, ...]:
-        typed = getattr(settings, name)
-        if typed is None or (name in MAY_BE_NONE and typed.strip() == "0"):
-            return ()
-        try:
-            return tuple(int(part) for part in typed.split(","))
-        except ValueError:
-            message = f"{name} is {typed!r}; expected whole numbers with commas between them, as 1,2,4"
-            raise InputError(message, name) from None
-
-    return BenchOptions(
-        prompt_lengths=numbers("prompt_lengths"),
-        new_tokens=numbers("new_tokens"),
-        widths=numbers("widths"),
-        context=settings.context,
-        slots=numbers("slots"),
-        drafts=numbers("num_speculative_tokens"),
-        repeats=settings.repeats,
-        prefill_chunk=settings.engine.prefill_chunk,
-    )
+def _line(measurement: "Measurement", measured: "Bench") -> dict[str, Any]:
+    case = measurement.case
+    counts_tokens = case.kind != "verify" and not case.num_drafts  # a real drafted step emits more tokens than this one
+    return {
+        "kind": case.kind,
+        "size": case.size,
+        "context": 0 if case.kind == "pp" else measured.options.context,
+        "slots": case.slots,
+        "num_speculative_tokens": case.num_drafts,
+        "num_passes": measurement.passes,
+        "num_tokens": measurement.num_tokens,
+        "seconds": list(measurement.seconds),
+        "tok_per_s": dataclasses.asdict(measurement.tok_per_s) if counts_tokens else None,
+        "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
+        "v": measured.v(measurement),
+        "cost": measured.cost(measurement),
+    }
 
 
-def _show(heading: Sequence[str], table: reports.Table, legend: str, to_stderr: bool) -> None:
-    console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, soft_wrap=True)
-    if not table.rows:
+def _show(record: dict[str, Any], file: Any) -> None:
+    from peagle.base.memory import format_size
+    from peagle.measure.metrics import Spread
+    from peagle.measure.provenance import origin_text
+
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    if not record["tests"]:
         console.print("interrupted before the first measurement")
         return
-    for line in heading:
-        console.print(wrapped(line, console), markup=False)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, caption in enumerate(table.header):
-        shown.add_column(caption, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in table.rows:
-        shown.add_row(*row)
-    # print the table at its full width, so that no number is cut; a narrow terminal breaks the lines
-    width = console.width
-    console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), shown).maximum)
-    console.print(shown)
-    console.width = width
-    console.print(wrapped(legend, console), style="dim")
+
+    def spread(value: dict[str, float] | None) -> str:
+        return "-" if value is None else Spread(**value).text(_number)
+
+    config = record["config"]
+    several = len({line["slots"] for line in record["tests"] if line["kind"] == "tg"}) > 1
+    drafter = f" with the drafter {config['drafter']}" if config["drafter"] else ""
+    above = (
+        f"{config['target']}{drafter}: {config['dtype']} "
+        f"arithmetic, {config['experts']} experts, kernels {config['kernels']}; "
+        f"{format_size(record['weight_bytes'])} of weights",
+        f"{origin_text(record['provenance'])}; slots {', '.join(map(str, config['slots']))}, {config['repeats']} "
+        f"repeats{', interrupted' if config['interrupted'] else ''}",
+    )
+    header = ("test", "tok/s", "ms/pass", "v(T)", *(["c(K)"] if config["drafts"] else []))
+    rows = [
+        (
+            _name(line, several),
+            spread(line["tok_per_s"]),
+            spread(line["ms_per_pass"]),
+            _number(line["v"]),
+            *([_number(line["cost"])] if config["drafts"] else []),
+        )
+        for line in record["tests"]
+    ]
+    for text in above:
+        console.print(wrapped(text, console), markup=False)
+    show_table(Table(header, rows), console)
+    console.print(wrapped(LEGEND, console), style="dim")
+
+
+def _name(line: dict[str, Any], several: bool) -> str:
+    """Name a test. several: whether decoding is timed with several numbers of slots."""
+    name = f"{line['kind']} {line['size']}" + ("" if line["kind"] == "pp" else f" @ {line['context']}")
+    if line["kind"] == "tg" and several:
+        name += f", {line['slots']} slot{'s' * (line['slots'] > 1)}"
+    return name + (f", K = {line['num_speculative_tokens']}" if line["num_speculative_tokens"] else "")
+
+
+def _number(value: float | None) -> str:
+    """Format three significant digits or more, without an exponent."""
+    return figure_text(value, ",.0f" if value and value >= 1000 else ".1f" if value and value >= 100 else ".3g")

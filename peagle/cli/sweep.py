@@ -16,15 +16,25 @@ from peagle.cli.flags import PROMPT_FILE, QUIET
 from peagle.cli.output import show_lines
 from peagle.cli.report import finish
 from peagle.config import AUTO, Drafts, LoadConfig
-from peagle.measure.sweep.plan import FULL, PLAIN, Plan, PromptSource, numbers, parse_ks, short_names
+from peagle.measure.sweep.plan import (
+    FULL,
+    PLAIN,
+    TARGET,
+    TEMPLATE,
+    Plan,
+    PromptSource,
+    Workload,
+    numbers,
+    parse_ks,
+    short_names,
+)
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, without_suffix
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import template_fingerprint
 
 if TYPE_CHECKING:  # they import JAX
     from peagle.cli.display import Display
-    from peagle.measure.sweep.figures import VariantRow
-    from peagle.measure.sweep.runner import Models, Pairs, SweepRun
+    from peagle.measure.sweep.runner import Models, SweepRun
     from peagle.measure.sweep.store import Folder
     from peagle.pair import Pair
 
@@ -32,7 +42,7 @@ RESOLVED = ("dtype", "experts", "kernels")  # fields of peagle.pair.Loaded: what
 DEMO_PROMPTS = 60  # by default
 LOADED = Takes("target", "dtype", "experts")
 # allowed with --resume, because they do not change the measurements
-FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
+FREE = ("out", "resume", "dry_run", "write_widths", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +50,8 @@ class Sweep:
     """Measure acceptance length and speed over K.
 
     Decodes every prompt with every K and plainly, in turns. Writes the plan, all
-    decoded requests, and a report: figures with confidence intervals, an HTML
-    page and plots.
+    decoded requests, and a report: figures with confidence intervals, and plots.
+    A K that fails is left out; --resume tries it again.
 
     [bold]Examples[/bold]
 
@@ -81,17 +91,12 @@ class Sweep:
     """chat: apply the chat template; raw: continue the prompt as plain text; or both."""
     max_prompt_tokens: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Leave longer prompts out, and count them. Default: the model's limit."""
-    buckets: Annotated[str, Flag(OUTPUT, "N,N")] = "128,512,2048"
-    """Prompt lengths that separate the buckets of the report."""
     temperature: Annotated[str, Flag(SAMPLING, "T,T")] = "0"
     """Sampling temperatures, each measured on its own; 0: greedy."""
     seed: Annotated[int, Flag(SAMPLING, "S")] = 0
     """Random seed of the first repeat; the next ones use S + 1, S + 2, ..."""
     repeats: Annotated[int, Flag(RUNNING, "R")] = 3
     """Repeats of every request, 1 or more."""
-    in_a_row: Annotated[int, Flag(RUNNING, "N")] = 1
-    """Requests that a variant (K, drafter, ...) decodes before the next variant's turn. The first request after a
-    switch is slower; a larger N hides this."""
     concurrency: Annotated[str | None, Flag(RUNNING, "N,N")] = None
     """Also decode all requests N at a time, plainly and with each K, and report the total throughput."""
     max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 256
@@ -100,8 +105,6 @@ class Sweep:
     """Resume the run in --out by its stored plan."""
     dry_run: Annotated[bool, Flag(RUNNING)] = False
     """Check options and files, print the plan, and exit."""
-    continue_on_error: Annotated[bool, Flag(RUNNING)] = False
-    """Skip a K or drafter that fails; run the others."""
     write_widths: Annotated[Path | None, Flag(OUTPUT, "DIR|FILE")] = None
     """Write how often drafts were accepted, by the drafter's confidence: to a file, or into a drafter's directory as
     speculation.json. -k auto starts from it. Needs auto in -k; the largest K becomes the most drafts of a step."""
@@ -109,7 +112,7 @@ class Sweep:
     """Hide progress and table; the results are in --out. Warnings and errors are still printed."""
 
     def __post_init__(self) -> None:
-        check_least(self, num_prompts=0, turns=1, max_prompt_tokens=1, repeats=1, in_a_row=1, max_new_tokens=2)
+        check_least(self, num_prompts=0, turns=1, max_prompt_tokens=1, repeats=1, max_new_tokens=2)
 
     def run(self) -> int:
         if self.resume:
@@ -120,8 +123,8 @@ class Sweep:
 def sweep(settings: Sweep) -> int:
     """Decode every request of the plan, and write figures and pages into the folder --out.
 
-    Return the exit code: 1 if variants failed and --continue-on-error ran the others, 130 after Ctrl-C. Raises
-    InputError for bad options, files and models before it writes.
+    Return the exit code: 1 if variants failed, 130 after Ctrl-C. Raises InputError for bad options, files and models
+    before it writes.
     """
     typed = _plan(settings)  # first, because bad options must not create the lock file
     with locked(Path(settings.out)):
@@ -132,10 +135,10 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
     """Sweep. typed: the plan by the options; a resumed run has a plan of its own."""
     from peagle.cli.display import Display
     from peagle.measure.provenance import provenance
-    from peagle.measure.sweep import calibration
+    from peagle.measure.sweep import calibration, page
+    from peagle.measure.sweep.figures import alone, concurrent, rows
     from peagle.measure.sweep.runner import models_of
     from peagle.measure.sweep.store import begin, open_run
-    from peagle.pair import Pair
 
     out, display = Path(settings.out), Display(quiet=settings.quiet)
     folder = open_run(out) if settings.resume else None
@@ -147,7 +150,7 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
             display.warn(["--seed: no effect at temperature 0, where the likeliest token is taken"])
     else:
         plan = folder.plan
-        sets = _reread_prompts(plan) if folder.prompts() is None else {}
+        sets = {} if folder.has_prompts else _reread_prompts(plan)
         _check_same_files(plan)
     _check_concurrency(plan, sets)
     widths = None if settings.write_widths is None else calibration.file_for(plan, settings.write_widths)
@@ -158,106 +161,77 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
         _show_plan(plan, sets, folder)
         return 0
     try:
-        pairs = _load(plan, settings.continue_on_error, display)
+        pairs = _load(plan, display)
         pair = pairs[models_of(PLAIN)]
-        assert isinstance(pair, Pair)
         origin = provenance() | {"ran": {name: getattr(pair.loaded, name) for name in RESOLVED}}
         if folder is None:
             folder = begin(out, plan, origin)
         else:
             _check_same_arithmetic(folder, origin["ran"])
-        run = _measure(folder, pairs, pair, sets, settings, origin, display)
+            folder.save(origins=[*folder.origins, origin], rows=None)
+        run = _measure(folder, pairs, sets, settings.resume, widths, display)
     except KeyboardInterrupt:
         display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
         return interrupt.EXIT_CODE
     finally:
         display.clear()
-    figures = _finish(folder, display)
-    display.warn(_rows_without_drafts(figures))
-    if widths is not None:
-        written = calibration.write(folder, widths)
-        display.note(f"{widths}: {written.num_drafts} drafts at most, and the acceptance that auto begins with")
-    for (workload, variant), why in run.failed.items():
-        display.note(f"failed: {workload.label}, K = {plan.label(variant)}: {why}")
+    with display.stage("figures"):
+        figures = rows(folder)
+        at_once = [row.to_json() for row in concurrent(figures)]
+        folder.save(rows=[row.to_json() for row in alone(figures)], by_concurrency=at_once)
+    notes = list(page.notes(folder, figures))
+    finish(
+        display,
+        page.tables(folder, figures),
+        [*page.headlines(folder, figures), page.INTERVALS],
+        folder.path,
+        lambda: page.run_blocks(folder, figures),
+    )
+    display.warn(notes)
     return 1 if run.failed else 0
 
 
 def _measure(
     folder: "Folder",
-    pairs: "Pairs",
-    plain: "Pair",
+    pairs: "Mapping[Models, Pair]",
     sets: Mapping[str, PromptSet],
-    settings: Sweep,
-    origin: Mapping[str, Any],
+    resumed: bool,
+    widths: Path | None,
     display: "Display",
 ) -> "SweepRun":
-    """Decode the missing requests, with progress. origin: provenance of this process."""
-    from peagle.measure.sweep import calibration
-    from peagle.measure.sweep.runner import SweepRun, make_requests
+    """Decode the missing requests, with progress. widths: the file of --write-widths."""
+    from peagle.measure.sweep.calibration import calibrate
+    from peagle.measure.sweep.runner import SweepRun, make_requests, models_of
 
-    if settings.resume:
-        folder.save(origins=[*folder.origins, origin], rows=None)
-    if folder.prompts() is None:
+    if not folder.has_prompts:
         with display.stage("reading the prompts", animated=False) as progress:
             try:
-                make_requests(folder, plain, sets, progress)
+                make_requests(folder, pairs[models_of(PLAIN)], sets, progress)
             except InputError:
-                if not settings.resume:
+                if not resumed:
                     folder.discard()  # a new run with a wrong plan
                 raise
         display.warn(_left_out(folder))
-    run = SweepRun(folder, pairs, settings.continue_on_error)
+    run = SweepRun(folder, pairs)
     with display.stage("compiling", animated=False) as progress:
         run.warm_up(progress)
     with display.stage("decoding", animated=False) as progress:
         run.decode(progress)
-    with display.stage("profiling some steps", animated=False) as progress:
-        run.profile(progress)
-    if not folder.record.get("calibrations"):
+    if widths is not None:
         with display.stage("counting acceptance by confidence", animated=False) as progress:
-            counted = calibration.calibrate(run, progress)
-            folder.save(calibrations=[entry.to_json() for entry in counted])
+            counted = calibrate(run, widths, progress)
+        display.note(f"{widths}: {counted.num_drafts} drafts at most, and the acceptance that auto begins with")
     return run
 
 
 def _left_out(folder: "Folder") -> Iterator[str]:
     """Count by prompt file the conversations that are left out or cut, with the first reason."""
-    _, left_out = folder.prompts() or ([], [])
+    conversations = folder.conversations()
     for source in folder.plan.sources:
-        reasons = [left.why for left in left_out if left.prompts == source.name and left.row is not None]
+        reasons = [known.why for known in conversations if known.prompts == source.name and known.why]
         if reasons:
             count = "1 conversation" if len(reasons) == 1 else f"{len(reasons)} conversations"
             yield f"{source.name}: {count} left out or cut, the first: {reasons[0]}"
-
-
-def _rows_without_drafts(figures: "Sequence[VariantRow]") -> Iterator[str]:
-    """Name the rows in which auto verified no draft: their speed-up does not measure drafting."""
-    from peagle.measure.sweep.figures import alone, concurrent
-
-    for row in [*alone(figures), *concurrent(figures)]:
-        if not isinstance(row.k, int) and not row.num_spec_steps:
-            at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
-            yield (
-                f"{row.workload.label}{at_once}: K = {row.label} verified no draft, since by measured times none "
-                "was likely enough to save time; its speed-up compares plain decoding with itself"
-            )
-
-
-def _finish(folder: "Folder", display: "Display") -> "Sequence[VariantRow]":
-    """Write the figures into run.json, show them, write the pages beside it, and return the figures."""
-    from peagle.measure.sweep import layout
-    from peagle.measure.sweep.figures import alone, concurrent, rows
-    from peagle.measure.sweep.headline import headlines
-
-    with display.stage("figures"):
-        figures = rows(folder)
-        record = {"rows": [row.to_json() for row in alone(figures)]}
-        if folder.plan.concurrent:
-            record["by_concurrency"] = [row.to_json() for row in concurrent(figures)]
-        folder.save(**record)
-    tables, sentences = layout.terminal_tables(folder, figures), headlines(folder, figures)
-    finish(display, tables, sentences, folder.path, lambda: layout.run_blocks(folder, figures))
-    return figures
 
 
 def _plan(settings: Sweep) -> Plan:
@@ -283,10 +257,8 @@ def _plan(settings: Sweep) -> Plan:
         raw={"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render],
         temperatures=numbers("--temperature", settings.temperature, float),
         repeats=settings.repeats,
-        in_a_row=settings.in_a_row,
         max_new_tokens=settings.max_new_tokens,
         max_prompt_tokens=settings.max_prompt_tokens,
-        buckets=numbers("--buckets", settings.buckets, int),
         seed=settings.seed,
         dtype=settings.load.dtype,
         experts=settings.load.experts,
@@ -297,7 +269,7 @@ def _plan(settings: Sweep) -> Plan:
 
 def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
     """Read the prompts; return (the plan with them and with fingerprints of the models, prompts by source name)."""
-    from peagle.loading.checkpoints import DEMO, HELD_OUT, resolve
+    from peagle.loading.checkpoints import DEMO, HELD_OUT
 
     paths = list(dict.fromkeys(settings.prompts))
     names = short_names([without_suffix(path) for path in paths])
@@ -308,7 +280,6 @@ def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSe
     plan = dataclasses.replace(
         plan,
         sources=tuple(_source(name, prompts, settings) for name, prompts in files.items()),
-        template=template_fingerprint(resolve(plan.target, "target")),
         fingerprints=_fingerprints(plan.target, plan.drafters),
     )
     return plan, {prompts.name: prompts for prompts in files.values()}
@@ -365,9 +336,9 @@ def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
 
     if not (directory := resolve(target, "target")).exists():
         raise InputError(f"the target {directory} is not there; expected a checkpoint's directory, or a link to it")
-    paths = {"target": directory}
+    paths = {TARGET: directory}
     paths |= {f"drafter {name}": path for name in drafters if (path := drafter_path(target, name)) is not None}
-    return {name: fingerprint(path) for name, path in paths.items()}
+    return {name: fingerprint(path) for name, path in paths.items()} | {TEMPLATE: template_fingerprint(directory)}
 
 
 def _check_models(plan: Plan) -> None:
@@ -415,47 +386,38 @@ def _reread_prompts(plan: Plan) -> dict[str, PromptSet]:
     return sets
 
 
-def _load(plan: Plan, continue_on_error: bool, display: "Display") -> "Pairs":
-    """Load the target alone, and a pair for every drafter, draft vocabulary and window. All share the target's weights.
-
-    Raises InputError for a drafter that cannot be loaded; with continue_on_error, the error stands for its pair.
-    """
+def _load(plan: Plan, display: "Display") -> "dict[Models, Pair]":
+    """Load the target alone, and a pair for every drafter, draft vocabulary and window; all share its weights."""
     from peagle.loading.load import load, with_drafter
     from peagle.measure.sweep.runner import models_of
 
     options: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
     with display.stage(f"loading {plan.target}") as progress:
         plain = load(plan.target, None, progress=progress, **options)
-    pairs: dict[Models, Pair | InputError] = {models_of(PLAIN): plain}
+    pairs = {models_of(PLAIN): plain}
     for variant in plan.variants[1:]:
         if models_of(variant) in pairs:
             continue
-        try:
-            with display.stage(f"loading {variant.drafter}"):
-                pairs[models_of(variant)] = with_drafter(
-                    plain,
-                    plan.target,
-                    variant.drafter,
-                    draft_vocab=variant.draft_vocab,
-                    drafter_window=variant.drafter_window or AUTO,
-                )
-        except InputError as error:
-            if not continue_on_error:
-                raise
-            pairs[models_of(variant)] = error
+        with display.stage(f"loading {variant.drafter}"):
+            pairs[models_of(variant)] = with_drafter(
+                plain,
+                plan.target,
+                variant.drafter,
+                draft_vocab=variant.draft_vocab,
+                drafter_window=variant.drafter_window or AUTO,
+            )
     return pairs
 
 
 def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: "Folder | None") -> None:
+    """Print the plan. sets: empty if the folder has all requests."""
     from peagle.cli.display import SUMMARY_INDENT
     from peagle.measure.sweep.store import RAW
 
-    stored = None if folder is None else folder.prompts()
-
     def num_requests(source: PromptSource, raw: bool) -> int:
-        if stored is None:
-            return _num_requests(source, raw, sets)
-        return sum((request.prompts, request.raw) == (source.name, raw) for request in stored[0])
+        if folder is not None and not sets:
+            return len(folder.requests(Workload(source.name, raw, 0.0)))
+        return _num_requests(source, raw, sets)
 
     requests = {(source.name, raw): num_requests(source, raw) for source in plan.sources for raw in plan.raw}
     per_variant = sum(requests[workload.prompts, workload.raw] for workload in plan.workloads)
@@ -466,8 +428,7 @@ def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: "Folder | None
         f"variants     K = {'; '.join(plan.label(variant) for variant in plan.variants)}",
         *([f"at once      {', '.join(map(str, sorted(plan.concurrencies)))}"] if plan.concurrent else []),
         *(
-            f"prompts      {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
-            f"{f', {source.num_skipped} without a usable prompt' if source.num_skipped else ''}, "
+            f"prompts      {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows, "
             f"{' and '.join(f'{requests[source.name, raw]} turns' + ' raw' * raw for raw in plan.raw)}"
             for source in plan.sources
         ),

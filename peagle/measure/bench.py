@@ -1,14 +1,13 @@
 """Time a target: prefill, decoding, and verify passes, which bound the gain of speculation.
 
     pp N        prefill N tokens into empty caches, in the engine's chunks
-    tg N        decode N steps after `context` tokens by the engine's own loop, with a request in every slot. Of several
-                numbers of slots, the largest also runs with one request, because idle slots must cost nothing. With
-                K > 0 the steps draft K tokens and accept none
+    tg N        decode N steps after `context` tokens by the engine's own loop, with a request in every slot. With K > 0
+                the steps draft K tokens and accept none
     verify T    one pass over T rows a sequence after `context` tokens: a step that verifies T - 1 drafts, without the
                 drafting. v(T) = time(T) / time(1): speculation gains if a step gives more tokens than that
 
 Token ids are random, so that routing is spread over the experts. Programs are compiled and run once before anything is
-timed. Tests run in turns, forwards and backwards, so that drift of the machine affects all of them equally.
+timed. Tests take turns, so that drift of the machine affects all of them equally.
 
 Decoding is timed while all slots are active. They fill one after the other, so the first requests are a few tokens
 longer by then.
@@ -33,6 +32,7 @@ from peagle.base.memory import refuse_too_large, tree_bytes
 from peagle.config import DEFAULT_CHUNK, check_num_drafts
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.metrics import Spread
+from peagle.measure.record import turns
 from peagle.pair import Pair
 from peagle.protocols import PyTree, Target
 
@@ -82,10 +82,7 @@ class BenchOptions:
         widths = sorted({1, *self.widths}) if self.widths else ()
         slots = sorted({1, *self.slots}) if len(set(self.slots)) > 1 else self.slots[:1]
         cases = [Case("pp", size, self.batch) for size in self.prompt_lengths]
-        for size in self.new_tokens:
-            cases += [Case("tg", size, n, num_drafts=k) for n in slots for k in (0, *self.drafts)]
-            if len(slots) > 1:
-                cases.append(Case("tg", size, slots[-1], idle=slots[-1] - 1))
+        cases += [Case("tg", size, n, k) for size in self.new_tokens for n in slots for k in (0, *self.drafts)]
         cases += [Case("verify", size, self.batch) for size in widths]
         return tuple(dict.fromkeys(cases))
 
@@ -113,23 +110,17 @@ class BenchOptions:
         """
         chunks = max(1, -(-(self.context - 1) // (DEFAULT_CHUNK - 1)))  # all but the first begin with a known token
         timed = -(-case.size // steps_per_dispatch) * steps_per_dispatch
-        return 1 + (case.active - 1) * chunks * steps_per_dispatch + timed
+        return 1 + (case.slots - 1) * chunks * steps_per_dispatch + timed
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test. `idle`: slots without a request. num_drafts 0: plain decoding."""
+    """One test. num_drafts 0: plain decoding."""
 
     kind: Kind
     size: int  # tokens per sequence: of the prompt, new ones, or those of a pass
     slots: int = 1
-    idle: int = 0
     num_drafts: int = 0
-
-    @property
-    def active(self) -> int:
-        """Slots with a request."""
-        return self.slots - self.idle
 
 
 @dataclass(frozen=True)
@@ -143,7 +134,7 @@ class Measurement:
     @property
     def num_tokens(self) -> int:
         """Tokens of one repetition, over all rows."""
-        return self.case.active * self.case.size * (self.passes if self.case.kind == "verify" else 1)
+        return self.case.slots * self.case.size * (self.passes if self.case.kind == "verify" else 1)
 
     @property
     def tok_per_s(self) -> Spread:
@@ -152,30 +143,6 @@ class Measurement:
     @property
     def ms_per_pass(self) -> Spread:
         return Spread.of([1000 * s / self.passes for s in self.seconds])
-
-
-@dataclass(frozen=True)
-class WeightBytes:
-    """Bytes of a target's weights in memory, without the embedding, of which a pass reads one row a token."""
-
-    dense: int  # read by every pass
-    experts: int  # all of them
-    num_experts: int  # in each layer
-    experts_per_token: int  # read for a token: the selected ones, or all in a layout that computes all
-
-    def read(self, num_rows: int) -> float:
-        """Estimate the bytes that a pass over `num_rows` rows reads, each byte once.
-
-        Assumes that rows select experts uniformly and independently: k of E experts for a row, E (1 - (1 - k/E)^T)
-        different ones for T rows. Example: 100 dense, 800 in 8 experts of which a token selects 2: 300 for a row,
-        100 + 350 for two.
-        """
-        unread = (1 - self.experts_per_token / self.num_experts) ** num_rows
-        return self.dense + self.experts * (1 - unread)
-
-    def floor(self, width: int, batch: int = 1) -> float:
-        """Return v(width) if only reading weights takes time."""
-        return self.read(width * batch) / self.read(batch)
 
 
 @dataclass(frozen=True)
@@ -197,14 +164,6 @@ class Bench:
         if not measurement.case.num_drafts:
             return None
         return self._ratio(measurement, dataclasses.replace(measurement.case, num_drafts=0))
-
-    def over_one_slot(self, measurement: Measurement) -> float | None:
-        """Return tok/s of all slots / of one slot, by medians; None for other tests than plain decoding."""
-        case = measurement.case
-        if case.kind != "tg" or case.num_drafts:
-            return None
-        ratio = self._ratio(measurement, dataclasses.replace(case, slots=1, idle=0))
-        return None if ratio is None else case.active / ratio
 
     def _ratio(self, measurement: Measurement, base: Case) -> float | None:
         """Divide the median time of a pass by that of another test; None if that was not measured."""
@@ -236,10 +195,9 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
         for case in cases:
             report("compiling", len(runs), len(cases))
             runs[case] = _prepare(case, pair, options, rng, verify)
-        for repeat in range(options.repeats):
-            for case in cases if repeat % 2 == 0 else reversed(cases):
-                report("measuring", sum(map(len, seconds.values())), len(cases) * options.repeats)
-                seconds[case].append(runs[case].time())
+        for done, (_, case) in enumerate(turns(cases, options.repeats, warm_up=False)):
+            report("measuring", done, len(cases) * options.repeats)
+            seconds[case].append(runs[case].time())
     except KeyboardInterrupt:
         interrupted = True
     measured = [Measurement(case, runs[case].passes, tuple(seconds[case])) for case in cases if seconds[case]]
@@ -291,7 +249,7 @@ def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.ran
     Drafts are all rejected, so that drafted and plain steps are at the same positions.
     """
     budget = options.budget(case, pair.steps_per_dispatch)
-    prompts = _random_ids(rng, pair.plain_target, case.active, options.context)
+    prompts = _random_ids(rng, pair.plain_target, case.slots, options.context)
     requests = [Request(tuple(map(int, prompt)), budget, stop_token_ids=()) for prompt in prompts]
     k = case.num_drafts
     config = pair.engine_config(

@@ -1,26 +1,33 @@
-"""Figures of many requests, with 95 % bootstrap intervals over groups of them, such as conversations."""
+"""Figures with 95 % intervals: by bootstrap over groups such as conversations, by Student's t over rounds."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.special import stdtrit
 
 from peagle.measure.metrics import figure_text
 
 RESAMPLES = 2000
-FEWEST = 8  # groups that an interval needs
+FEWEST = 8  # groups that an interval by bootstrap needs
+FEWEST_ROUNDS = 3  # that an interval over rounds needs; of two it would be wider than any figure
 
 Statistic = Callable[[np.ndarray], np.ndarray]  # column sums of R tables [R, c] -> [R]
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval, which needs FEWEST groups."""
+    """A figure with its 95 % interval; None: there were too few groups or rounds for one."""
 
     value: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def is_not_1(self) -> bool:
+        """Whether the interval of a ratio excludes 1."""
+        return self.low is not None and self.high is not None and (self.low > 1 or self.high < 1)
 
 
 def estimate_text(figure: Estimate | None, digits: int = 2) -> str:
@@ -48,30 +55,34 @@ def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | No
             return Estimate(value)
         sums = np.zeros((len(names), table.shape[1]))
         np.add.at(sums, group_of, table)
-        return _with_interval(value, statistic(_draw_counts(len(names)) @ sums))
-
-
-def _with_interval(value: float, draws: np.ndarray) -> Estimate:
+        draws = statistic(_draw_counts(len(names)) @ sums)
     if np.isinf(draws).any():  # a draw's denominator is zero
         return Estimate(value)
     low, high = np.nanquantile(draws, (0.025, 0.975))
     return Estimate(value, float(low), float(high))
 
 
-def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate | None:
-    """Estimate the median of values; groups[i] is the group of value i. None without values."""
-    if not values:
+def over_rounds(rounds: Sequence[float], others: Sequence[float] = ()) -> tuple[float, float] | None:
+    """Return the interval of the mean of positive figures, one a round, or of its ratio to the mean of `others`.
+
+    By Welch's t of their logarithms. None for fewer than FEWEST_ROUNDS.
+    """
+    sides = [np.log(side) for side in (rounds, others) if side is rounds or len(side)]
+    if any(len(side) < FEWEST_ROUNDS for side in sides):
         return None
-    names, group_of = np.unique(groups, return_inverse=True)
-    if len(names) < FEWEST:
-        return Estimate(float(np.median(values)))
-    order = np.argsort(values)
-    ordered, weights = np.asarray(values)[order], _draw_counts(len(names))[:, group_of[order]].cumsum(axis=1)
-    # a draw's median is the mean of its two middle values: the first with a cumulative weight of at least half, and the
-    # first with more than half
-    half = weights[:, -1:] / 2
-    lower, upper = (weights >= half).argmax(axis=1), (weights > half).argmax(axis=1)
-    return _with_interval(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2)
+    variances = np.array([side.var(ddof=1) / len(side) for side in sides])
+    middle, reach = sides[0].mean() - sum(side.mean() for side in sides[1:]), 0.0
+    if variances.any():
+        freedom = variances.sum() ** 2 / sum(variances**2 / [len(side) - 1 for side in sides])
+        reach = float(stdtrit(freedom, 0.975)) * float(variances.sum()) ** 0.5
+    return float(np.exp(middle - reach)), float(np.exp(middle + reach))
+
+
+def widened(figure: Estimate, interval: tuple[float, float] | None) -> Estimate:
+    """Widen a figure's interval to hold another one; it has none if either is missing."""
+    if figure.low is None or figure.high is None or interval is None:
+        return Estimate(figure.value)
+    return Estimate(figure.value, min(figure.low, interval[0]), max(figure.high, interval[1]))
 
 
 @functools.lru_cache(maxsize=32)

@@ -10,13 +10,12 @@ import numpy as np
 from drafter.train.folder import HELD_OUT
 from peagle.base.errors import InputWarning
 from peagle.base.files import reason_of, write_text_whole
-from peagle.measure.sweep.charts import ON_DARK, can_draw, svg
+from peagle.measure.charts import can_draw, svg
 from peagle.workflows.export import CURVE
 
 FEW_POINTS = 20  # below this many, a line also shows its points
 WIDTH, HEIGHT = 6.4, 2.6  # inches of a panel
-# colours from the first depth to the last, on a light page and on a dark one; the first stands out most
-DEPTHS, DEPTHS_ON_DARK = ("#440154", "#2c718e", "#2fb47c"), ("#fde725", "#5ac864", "#2a788e")
+DEPTHS = ("#440154", "#2c718e", "#2fb47c")  # colours from the first depth to the last; the first stands out most
 
 
 def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
@@ -28,29 +27,27 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     evaluated = [line for line in log if "evaluation" in line]
     held_out = [line for line in log if HELD_OUT in line]
     depths = len(trained[0]["hits_by_depth"]) if trained else 0
-    panels = 3 if evaluated else 2
+    panels, colors = 3 if evaluated else 2, _shades(DEPTHS, max(depths, 2))
 
     def paint(axes: Any) -> None:
         steps, marker = [line["step"] for line in trained], "o" if len(trained) < FEW_POINTS else ""
-        axes[0].plot(steps, [line["loss"] for line in trained], marker=marker, color=light[0])
+        axes[0].plot(steps, [line["loss"] for line in trained], marker=marker, color=colors[0])
         if held_out:
             losses = [line[HELD_OUT]["loss"] for line in held_out]
-            axes[0].plot([line["step"] for line in held_out], losses, marker="o", color=light[-1])
+            axes[0].plot([line["step"] for line in held_out], losses, marker="o", color=colors[-1])
             axes[0].legend(["training", "held out"], frameon=False)
         axes[0].set(title="Loss", ylabel="nats per row")
         for depth in range(depths):
             label = "next token" if depth == 0 else f"{depth + 1} ahead"
             hits = [line["hits_by_depth"][depth] for line in trained]
-            axes[1].plot(steps, hits, marker=marker, label=label, color=light[depth])
+            axes[1].plot(steps, hits, marker=marker, label=label, color=colors[depth])
         axes[1].set(title="Drafts equal to the target's best token", ylabel="fraction of the positions", ylim=(0, 1))
         axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
         if evaluated:
-            _paint_evaluations(axes[2], evaluated, light)
+            _paint_evaluations(axes[2], evaluated, colors)
         axes[-1].set(xlabel="steps", xlim=(0, 1.02 * log[-1]["step"] if log else 1))
 
-    light, dark = (_shades(colors, max(depths, 2)) for colors in (DEPTHS, DEPTHS_ON_DARK))
-    on_dark = ON_DARK | dict(zip(light, dark, strict=True))
-    drawing = svg(paint, panels=panels, size=(WIDTH, panels * HEIGHT), on_dark=on_dark)
+    drawing = svg(paint, panels=panels, size=(WIDTH, panels * HEIGHT))
     if drawing is None:
         (out / CURVE).unlink(missing_ok=True)  # that of an earlier run
         return "none" if can_draw() else "none: matplotlib is not installed (pip install matplotlib)"

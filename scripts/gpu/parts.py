@@ -8,7 +8,6 @@ import jax
 from peagle.base.memory import tree_bytes
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
-from peagle.measure.bench import WeightBytes
 from peagle.measure.profile import STEPS, record
 from target.config import TargetConfig
 from target.params import MoeParams, TargetParams
@@ -57,9 +56,8 @@ def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, contex
 
 
 def expert_bytes(moes: Sequence[MoeParams], config: TargetConfig, rows: int) -> float:
-    """Estimate the bytes of the experts that `rows` rows select (`WeightBytes.read`)."""
-    experts = tree_bytes([moe.experts for moe in moes])
-    return WeightBytes(0, experts, config.num_experts, config.top_k).read(rows)
+    """Estimate the bytes of the experts that `rows` rows select: k of E each, uniformly and independently."""
+    return tree_bytes([moe.experts for moe in moes]) * (1 - (1 - config.top_k / config.num_experts) ** rows)
 
 
 def _kernels(trace: Path) -> Iterator[tuple[float, float, str]]:

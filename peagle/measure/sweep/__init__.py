@@ -4,12 +4,10 @@ A *variant* is how requests are decoded: K, drafter, draft vocabulary, window, a
 what is decoded: prompts, rendering, temperature. Variants are compared within a workload.
 
 plan         workloads times variants, repeats, limits
-run          decodes a plan
+runner       decodes a plan
 store        a run's folder, which is valid at any moment, so that a killed run can be resumed
 calibration  acceptance by the drafter's confidence, for -k auto to begin with
 figures      from raw lines to rows of figures with intervals; peagle.answers.result has the formulas of one request
 compare      two runs, request by request: is a difference real?
-headline     the sentences of a page
-charts       its pictures
-page         its layout
+page         sentences, tables and pictures
 """

@@ -1,9 +1,9 @@
 """Compare two runs on the same prompts: is a difference real?
 
-Requests are paired, so the difficulty of prompts cancels out. A difference is real if its 95 % bootstrap interval
-excludes zero, as one in twenty does by chance. Speed-ups are over plain decoding of the same run, so runs of other
-machines or days can be compared. A difference of speed-ups must, besides, be beyond the spread of repeats: all repeats
-of one run lie above all of the other.
+Requests are paired, so the difficulty of prompts cancels out. Speed-ups are over plain decoding of the same run, so
+runs of other machines or days can be compared. A difference is real if the 95 % interval of the second figure / the
+first excludes 1. That of a speed-up holds both the interval over conversations (bootstrap) and the one over the rounds
+of both runs (Welch's t): resampling requests cannot show that a whole round was slow.
 """
 
 import dataclasses
@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from peagle.base.errors import InputError
-from peagle.measure.estimates import Estimate, Statistic, estimate, ratio, ratio_of_ratios
-from peagle.measure.sweep.figures import PLAIN_SECONDS, RATES, SECONDS, Pairing, pairings
-from peagle.measure.sweep.plan import Variant, Workload
+from peagle.measure.estimates import Estimate, Statistic, estimate, over_rounds, ratio, ratio_of_ratios, widened
+from peagle.measure.sweep.figures import RATES, Pairing, pairings, rounds_of
+from peagle.measure.sweep.plan import TARGET, Variant, Workload
 from peagle.measure.sweep.store import Folder
 
+SPEEDUP, LENGTH = "speed-up", "acceptance length"
 Pairs = Sequence[tuple[Pairing, Pairing]]  # a request in the first run and in the second
 
 
@@ -26,29 +27,22 @@ class Change:
 
     first: float
     second: float
-    difference: Estimate  # second - first
-    repeats_apart: bool = True  # False: of a speed-up, the repeats of the two runs overlap
+    ratio: Estimate  # second / first
 
     @property
-    def equal(self) -> bool:
-        """Whether all requests have the same figure in both runs."""
-        return self.difference.value == self.difference.low == self.difference.high == 0
-
-    @property
-    def real(self) -> bool:
-        low, high = self.difference.low, self.difference.high
-        return self.repeats_apart and low is not None and high is not None and (low > 0 or high < 0)
+    def verdict(self) -> str:
+        """Whether the difference is real: yes, no, or too few (prompts or rounds to tell)."""
+        return "too few" if self.ratio.low is None else "yes" if self.ratio.is_not_1 else "no"
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The changes of a variant in a workload. None: no request has the figure in both runs."""
+    """The changes of a variant's figures in a workload, of those that requests have in both runs."""
 
     workload: Workload
     label: str
     num_requests: int
-    speedup: Change | None
-    acceptance_length: Change | None
+    changes: Mapping[str, Change]  # by SPEEDUP, LENGTH
 
 
 def differences(first: Folder, second: Folder) -> list[Difference]:
@@ -65,7 +59,7 @@ def differences(first: Folder, second: Folder) -> list[Difference]:
         for (workload, variant), (label, requests) in in_first.items()
         for _, other in [in_second.get((workload, variant), ("", {}))]
     ]
-    compared = [difference for difference in compared if difference.speedup or difference.acceptance_length]
+    compared = [difference for difference in compared if difference.changes]
     if not compared:
         raise InputError(f"{first.path} and {second.path} cannot be compared: they have no workload and K in common")
     return compared
@@ -77,7 +71,7 @@ def _check(first: Folder, second: Folder) -> None:
     def refuse(why: str, of_first: object, of_second: object) -> InputError:
         return InputError(f"{first.path} and {second.path} cannot be compared: {why} ({of_first} and {of_second})")
 
-    targets = [plan.fingerprints["target"][:12] for plan in plans]
+    targets = [plan.fingerprints[TARGET][:12] for plan in plans]
     if targets[0] != targets[1]:
         raise refuse("another target", *(f"{plan.target} {name}" for plan, name in zip(plans, targets, strict=True)))
     sets = [{source.name: source.sha256 for source in plan.sources} for plan in plans]
@@ -114,14 +108,12 @@ def _by_variant(
 def _difference(workload: Workload, label: str, pairs: Pairs) -> Difference:
     drafted = [pair for pair in pairs if all(pairing.counters.num_steps for pairing in pair)]
     timed = [pair for pair in pairs if all(pairing.times.any() for pairing in pair)]
-    speedup = _change(timed, lambda pairing: pairing.times.sum(axis=0)[list(RATES)], ratio_of_ratios)
-    return Difference(
-        workload,
-        label,
-        len(pairs),
-        speedup and dataclasses.replace(speedup, repeats_apart=_repeats_apart(timed)),
-        _change(drafted, _tokens_and_steps, ratio),
-    )
+    speedup = _change(timed, lambda pairing: pairing.times.sum(axis=0)[RATES], ratio_of_ratios)
+    if speedup is not None:
+        of_first, of_second = (ratio_of_ratios(rounds_of(run)[:, RATES]).tolist() for run in zip(*timed, strict=True))
+        speedup = dataclasses.replace(speedup, ratio=widened(speedup.ratio, over_rounds(of_second, of_first)))
+    changes = {SPEEDUP: speedup, LENGTH: _change(drafted, _tokens_and_steps, ratio)}
+    return Difference(workload, label, len(pairs), {name: change for name, change in changes.items() if change})
 
 
 def _change(
@@ -132,7 +124,7 @@ def _change(
 
     def change(sums: np.ndarray) -> np.ndarray:
         first, second = np.split(sums, 2, axis=1)
-        return statistic(second) - statistic(first)
+        return statistic(second) / statistic(first)
 
     estimated = estimate(table, change, [first.request.row for first, _ in pairs])
     if estimated is None:
@@ -143,16 +135,3 @@ def _change(
 
 def _tokens_and_steps(pairing: Pairing) -> tuple[float, float]:
     return float(pairing.counters.num_emitted), float(pairing.counters.num_steps)
-
-
-def _repeats_apart(timed: Pairs) -> bool:
-    """Test whether the speed-ups of all repeats of one run lie above those of the other.
-
-    Resampling requests cannot show that a whole repeat was slow.
-    """
-    speedups = []
-    for of_run in zip(*timed, strict=True):
-        times = np.sum([pairing.times for pairing in of_run], axis=0)
-        speedups.append(times[:, PLAIN_SECONDS] / times[:, SECONDS])
-    first, second = speedups
-    return bool(first.min() > second.max() or first.max() < second.min())

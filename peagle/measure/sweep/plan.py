@@ -11,6 +11,7 @@ from peagle.base.files import printable
 from peagle.config import AUTO, MAX_NUM_DRAFTS, Drafts, EngineConfig, SamplingParams
 
 FULL = "full"  # the drafter's whole vocabulary
+TARGET, TEMPLATE = "target", "chat template and tokenizer"  # keys of fingerprints
 
 K = int | str  # auto or auto:N: draft by confidence (peagle.config)
 
@@ -79,29 +80,17 @@ class Plan:
     repeats: int
     max_new_tokens: int
     max_prompt_tokens: int | None
-    buckets: tuple[int, ...]  # prompt tokens at which a new bucket begins
     seed: int
     dtype: str | None
     experts: str
     kernels: str
-    template: str = ""  # sha256 of the target's chat template and tokenizer
-    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of "target", of each "drafter NAME"
-    in_a_row: int = 1  # requests that a variant decodes before the next variant's turn
+    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of TARGET, TEMPLATE, "drafter NAME"
     concurrencies: tuple[int, ...] = ()  # with each number of slots, variants also decode all requests at once
     drafter_windows: tuple[str | None, ...] = (None,)
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise InputError(f"--repeats is {self.repeats}; expected 1 or more")
-        if self.max_new_tokens < 2:
-            raise InputError(f"-n is {self.max_new_tokens}; expected 2 or more: a speed needs two tokens")
-        if self.in_a_row < 1:
-            raise InputError(f"--in-a-row is {self.in_a_row}; expected 1 or more requests")
         if any(not 0 <= t < float("inf") for t in self.temperatures):
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
-        if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
-            typed = ",".join(map(str, self.buckets))
-            raise InputError(f"--buckets is {typed}; expected ascending numbers of tokens, such as 128,512")
         if (fewest := min(self.concurrencies, default=1)) < 1:
             raise InputError(f"--concurrency is {fewest}; expected 1 or more requests at once")
         for seed in (self.seed, self.seed + self.repeats - 1):
@@ -146,12 +135,6 @@ class Plan:
         if variant.concurrency is not None:
             parts.append(f"{variant.concurrency} at once")
         return ", ".join(parts)
-
-    def bucket(self, prompt_tokens: int) -> str:
-        """Name the bucket of a prompt, such as 128..511."""
-        low = max((edge for edge in self.buckets if edge <= prompt_tokens), default=0)
-        high = min((edge for edge in self.buckets if edge > prompt_tokens), default=None)
-        return f"{low}.." + ("" if high is None else str(high - 1))
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

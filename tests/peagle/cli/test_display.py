@@ -15,7 +15,6 @@ from rich.text import Text
 from peagle.cli import display
 from peagle.cli.display import PART, Display, Stage
 from peagle.cli.output import wrapped
-from peagle.cli.report import fitting
 from peagle.engine.request import Request
 from tests.support.channels import PROMPT, HarmonyTokenizer, ids, split
 
@@ -248,11 +247,6 @@ def test_drafts_are_coloured_within_the_channels(monkeypatch: pytest.MonkeyPatch
     assert re.search(r"\x1b\[38;\S+?m4", written.getvalue())
     assert written.getvalue().count("\x1b[38;") == 1
     assert Text.from_ansi(written.getvalue()).plain == "Hm.\n\nf {}\n\n4�2\n"
-
-
-def test_a_table_that_is_too_wide_names_its_rows_in_each_part() -> None:
-    assert fitting([9, 9, 9, 20, 20, 20], 80, num_names=3) == [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
-    assert fitting([9, 60, 60], 80) == [[0, 1], [0, 2]]
 
 
 def test_lines_are_broken_between_words_in_a_terminal_alone() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from peagle.measure.sweep.runner import SweepRun
 from peagle.measure.sweep.store import Folder, open_run
 from tests.peagle.measure.sweep.runs import Lab, load_in_place, shared_pair, swept
 from tests.support.toys import costs
@@ -19,16 +18,15 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweep without pictures, profiles and measured costs: drafts always gain."""
-    monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
+    """Sweep without pictures and measured costs: drafts always gain."""
+    monkeypatch.setattr("peagle.measure.charts.can_draw", lambda: False)
     monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", lambda *_: costs(7, {1: True}))
-    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a finished run, profiled and with pictures; variants take turns after three requests."""
-    return swept(tmp_path_factory.mktemp("swept"), "--in-a-row 3").path
+    """Make a finished run, with pictures."""
+    return swept(tmp_path_factory.mktemp("swept")).path
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import peagle.loading.load
-from peagle.answers.result import Result, decode
+from peagle.answers.result import Counters, Result, decode
 from peagle.cli import main
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
-from peagle.measure.sweep.figures import VariantRow, WithoutLoops
+from peagle.measure.sweep.figures import VariantRow
 from peagle.measure.sweep.plan import PLAIN, Workload
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
@@ -150,12 +150,7 @@ def with_plan(folder: Folder, **plan: object) -> Folder:
 def example_row(**known: Any) -> VariantRow:
     """Make a row of which only the figures named are known; nothing loops and nothing differs."""
     values: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(VariantRow))
-    counts = ("num_draft_tokens", "num_accepted_draft_tokens", "num_truncated_tokens", "num_plain_steps", "num_slower")
-    values |= dict.fromkeys(counts, 0)
-    values |= dict.fromkeys(("histogram", "accepted_per_position", "tok_per_s_repeats", "speedup_repeats"), ())
-    values |= dict.fromkeys(("by_category", "by_bucket", "rate_per_position"), ())
-    values |= {"workload": Workload("prompts", True, 0.0), "variant": PLAIN, "itl_s": (None, None, None)}
-    values |= {"without_loops": WithoutLoops(8, None, None), "prompt_tokens": 9.0, "output_tokens": 99}
-    values |= {"looping_frac": 0.0, "finished_frac": 1.0, "equal_to_plain_frac": 1.0}
-    values |= {"num_requests": 8, "num_repeats": 2, "num_compared": 8, "num_spec_steps": 9}
+    values |= {"workload": Workload("prompts", True, 0.0), "variant": PLAIN, "counters": Counters(1, (9, 9), (18,))}
+    values |= {"num_requests": 8, "num_repeats": 2, "num_differing": 0, "looping_frac": 0.0}
+    values |= {"rate_per_position": (), "speedup_repeats": ()}
     return VariantRow(**values | {"label": str(known.get("variant", PLAIN).k)} | known)
