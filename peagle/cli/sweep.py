@@ -1,7 +1,6 @@
 """`peagle sweep`: check everything, write the plan, decode, write the report."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from peagle.cli.command import Takes, refuse_other_options
 from peagle.cli.flags import PROMPT_FILE, QUIET
 from peagle.cli.output import show_lines
 from peagle.cli.report import finish
-from peagle.config import AUTO, Drafts, LoadConfig
+from peagle.config import Drafts, LoadConfig
 from peagle.measure.sweep.plan import (
     FULL,
     PLAIN,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:  # they import JAX
 
 RESOLVED = ("dtype", "experts", "kernels")  # fields of peagle.pair.Loaded: what the options resolved to
 DEMO_PROMPTS = 60  # by default
-LOADED = Takes("target", "dtype", "experts")
+LOADED = Takes("target", "drafter_window", "dtype", "experts")
 # allowed with --resume, because they do not change the measurements
 FREE = ("out", "resume", "dry_run", "write_widths", "quiet")
 
@@ -78,8 +77,6 @@ class Sweep:
     """Drafters, separated by commas; every K runs with each. Default: the demo drafter."""
     draft_vocab: Annotated[str, Flag(SPECULATION, "N,N|full")] = "full"
     """Draft vocabularies (see peagle speculate --help), or full; every K runs with each."""
-    drafter_window: Annotated[str, Flag(SPECULATION, "N,N|auto|off")] = "auto"
-    """Drafter windows (see peagle speculate --help); every K runs with each."""
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
     prompts: Annotated[tuple[Path, ...], PROMPT_FILE] = ()
     """Prompt file, in a format of peagle speculate; repeatable. Default: the demo's held-out prompts."""
@@ -152,7 +149,6 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
         plan = folder.plan
         sets = {} if folder.has_prompts else _reread_prompts(plan)
         _check_same_files(plan)
-    _check_concurrency(plan, sets)
     widths = None if settings.write_widths is None else calibration.file_for(plan, settings.write_widths)
     _check_models(plan)
     for prompts in sets.values():
@@ -241,17 +237,14 @@ def _plan(settings: Sweep) -> Plan:
     """
     from peagle.loading.checkpoints import from_anywhere, or_demo
 
-    def values(typed: str, default: str) -> tuple[str | None, ...]:
-        return tuple(None if value == default else value for value in dict.fromkeys(typed.split(",")))
-
     return Plan(
         target=from_anywhere(or_demo(settings.load.target)),
         drafters=tuple(dict.fromkeys(map(from_anywhere, or_demo(settings.drafter).split(",")))),
         draft_vocabs=tuple(
-            name if name is None or name.lstrip("-").isdecimal() else from_anywhere(name)
-            for name in values(settings.draft_vocab, FULL)
+            None if name == FULL else name if name.lstrip("-").isdecimal() else from_anywhere(name)
+            for name in dict.fromkeys(settings.draft_vocab.split(","))
         ),
-        drafter_windows=values(settings.drafter_window, AUTO),
+        drafter_window=settings.load.drafter_window,
         ks=parse_ks(settings.num_speculative_tokens),
         sources=(),
         raw={"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render],
@@ -283,17 +276,6 @@ def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSe
         fingerprints=_fingerprints(plan.target, plan.drafters),
     )
     return plan, {prompts.name: prompts for prompts in files.values()}
-
-
-def _check_concurrency(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
-    """Raise InputError for fewer requests than are decoded at once. sets: empty if a resumed run stored its prompts."""
-    most = max(plan.concurrencies, default=0)
-    for source, raw in itertools.product(plan.sources, plan.raw):
-        if source.name in sets and (num_requests := _num_requests(source, raw, sets)) < most:
-            raise InputError(
-                f"--concurrency is {most}, but {source.name} has {num_requests} requests; expected at least as many: "
-                "raise --num-prompts, or lower --concurrency"
-            )
 
 
 def _num_requests(source: PromptSource, raw: bool, sets: Mapping[str, PromptSet]) -> int:
@@ -342,7 +324,7 @@ def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
 
 
 def _check_models(plan: Plan) -> None:
-    """Raise InputError for models that do not fit, and for bad windows. Reads no weights."""
+    """Raise InputError for models that do not fit, and for a bad window. Reads no weights."""
     from peagle.loading.checkpoints import drafter_path, resolve
     from peagle.loading.fit import check_fit, chosen_window
 
@@ -350,8 +332,8 @@ def _check_models(plan: Plan) -> None:
     for path in paths:
         ks = [most for k in plan.ks if (most := Drafts.parse(k).num_drafts)]
         check_fit(resolve(plan.target, "target"), path, None, ks)
-    for name, window in itertools.product(plan.drafters, plan.drafter_windows):
-        chosen_window(drafter_path(plan.target, name), window or AUTO)
+    for name in plan.drafters:
+        chosen_window(drafter_path(plan.target, name), plan.drafter_window)
 
 
 def _check_same_files(plan: Plan) -> None:
@@ -387,7 +369,7 @@ def _reread_prompts(plan: Plan) -> dict[str, PromptSet]:
 
 
 def _load(plan: Plan, display: "Display") -> "dict[Models, Pair]":
-    """Load the target alone, and a pair for every drafter, draft vocabulary and window; all share its weights."""
+    """Load the target alone, and a pair for every drafter and draft vocabulary; all share its weights."""
     from peagle.loading.load import load, with_drafter
     from peagle.measure.sweep.runner import models_of
 
@@ -404,7 +386,7 @@ def _load(plan: Plan, display: "Display") -> "dict[Models, Pair]":
                 plan.target,
                 variant.drafter,
                 draft_vocab=variant.draft_vocab,
-                drafter_window=variant.drafter_window or AUTO,
+                drafter_window=plan.drafter_window,
             )
     return pairs
 

@@ -54,9 +54,7 @@ class BenchOptions:
     context: int = 128
     slots: tuple[int, ...] = (1,)  # for decoding
     drafts: tuple[int, ...] = ()  # K of the drafted decoding tests; plain ones always run
-    kv_memory_bytes: int | None = None  # for decoding
     repeats: int = 5
-    seed: int = 0
     prefill_chunk: int | Literal["all"] | None = None  # tokens per pass of pp; None: the engine's
 
     def __post_init__(self) -> None:
@@ -179,7 +177,7 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
     positions or the memory do not suffice.
     """
     options.check(pair.max_positions, pair.steps_per_dispatch)
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(0)
     cases = options.cases
     runs: dict[Case, _Run] = {}
     seconds: dict[Case, list[float]] = {case: [] for case in cases}
@@ -256,7 +254,6 @@ def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.ran
         k,
         slots=case.slots,
         context=pair.capacity(requests),
-        kv_memory=options.kv_memory_bytes,
         synthetic_acceptance=(0.0,) * k if k else None,
     )
     engine = pair.engine(config)

@@ -1,6 +1,6 @@
 """Sweeps: decode the same requests in several ways; compute figures, pages and comparisons.
 
-A *variant* is how requests are decoded: K, drafter, draft vocabulary, window, and how many at once. A *workload* is
+A *variant* is how requests are decoded: K, drafter, draft vocabulary, and how many at once. A *workload* is
 what is decoded: prompts, rendering, temperature. Variants are compared within a workload.
 
 plan         workloads times variants, repeats, limits

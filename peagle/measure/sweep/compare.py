@@ -48,7 +48,7 @@ class Difference:
 def differences(first: Folder, second: Folder) -> list[Difference]:
     """Compare acceptance length and speed-up of each workload and variant of both runs, one request at a time.
 
-    Variants are the same if K, draft vocabulary, window and drafter are; if each run has one drafter, these may differ.
+    Variants are the same if K, draft vocabulary and drafter are; if each run has one drafter, these may differ.
     Raises InputError for runs of another target, other prompts or another -n, or with nothing in common.
     """
     _check(first, second)

@@ -120,7 +120,7 @@ def _interval(figure: Estimate) -> str:
 
 
 def variant_text(label: str) -> str:
-    """Turn a variant's label into words. Example: K = 3 with DRAFTER, window 128."""
+    """Turn a variant's label into words. Example: K = 3 with DRAFTER, 1024 tokens."""
     k, _, rest = label.partition(", ")
     return PLAINLY if k == "0" else f"K = {k}" + (rest and f" with {rest}")
 

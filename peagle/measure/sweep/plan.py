@@ -24,7 +24,6 @@ class Variant:
     drafter: str | None = None
     draft_vocab: str | None = None  # None: full
     concurrency: int | None = None  # slots for all requests at once; None: one request at a time, variants in turns
-    drafter_window: str | None = None  # None: that of the drafter's files
 
     @property
     def speculates(self) -> bool:
@@ -86,7 +85,7 @@ class Plan:
     kernels: str
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of TARGET, TEMPLATE, "drafter NAME"
     concurrencies: tuple[int, ...] = ()  # with each number of slots, variants also decode all requests at once
-    drafter_windows: tuple[str | None, ...] = (None,)
+    drafter_window: str = AUTO
 
     def __post_init__(self) -> None:
         if any(not 0 <= t < float("inf") for t in self.temperatures):
@@ -106,8 +105,7 @@ class Plan:
     def variants(self) -> tuple[Variant, ...]:
         """The variants that decode one request at a time: plain decoding, then by `k_order`."""
         ks = sorted(self.ks, key=k_order)
-        drafters = list(itertools.product(self.drafters, self.draft_vocabs, self.drafter_windows))
-        return (PLAIN, *(Variant(k, d, v, drafter_window=w) for k in ks for d, v, w in drafters))
+        return (PLAIN, *itertools.starmap(Variant, itertools.product(ks, self.drafters, self.draft_vocabs)))
 
     @property
     def concurrent(self) -> tuple[Variant, ...]:
@@ -130,8 +128,6 @@ class Plan:
             parts.append(short_names(self.drafters)[self.drafters.index(variant.drafter)])
         if variant.draft_vocab is not None:
             parts.append(f"{printable(Path(variant.draft_vocab).name)} tokens")
-        if variant.drafter_window is not None:
-            parts.append(f"window {printable(variant.drafter_window)}")
         if variant.concurrency is not None:
             parts.append(f"{variant.concurrency} at once")
         return ", ".join(parts)

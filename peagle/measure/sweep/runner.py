@@ -31,7 +31,7 @@ from peagle.pair import Pair
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Conversation, Rendering
 
-Models = tuple[str | None, str | None, str | None]  # drafter, draft vocabulary, window of the drafter
+Models = tuple[str | None, str | None]  # drafter, draft vocabulary
 Progress = Callable[[int, int], None]  # (done, total)
 
 MOST_MAPPINGS = 0.85  # of the memory mappings that a process may have; a variant's programs take up to a tenth
@@ -39,7 +39,7 @@ MOST_MAPPINGS = 0.85  # of the memory mappings that a process may have; a varian
 
 def models_of(variant: Variant) -> Models:
     """Return the key of the pair that a variant needs."""
-    return variant.drafter, variant.draft_vocab, variant.drafter_window
+    return variant.drafter, variant.draft_vocab
 
 
 def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:

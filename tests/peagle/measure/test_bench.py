@@ -276,9 +276,9 @@ def test_caches_that_do_not_fit_are_refused(tiny: Pair, monkeypatch: pytest.Monk
 ARGUMENTS = ("-p", "8", "-n", "3", "-t", "2,1,2", "--context", "6", "--repeats", "2")
 TOP = {"schema", "provenance", "config", "weight_bytes", "tests", "peak_memory_bytes"}
 CONFIG = {
-    "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "slots", "drafts", "repeats", "seed",
+    "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "slots", "drafts", "repeats",
     "drafter", "drafter_window", "dtype", "experts", "kernels", "mesh", "steps_per_dispatch", "interrupted",
-    "prefill_chunk", "kv_memory_bytes",
+    "prefill_chunk",
 }  # fmt: skip
 TEST = {
     "kind", "size", "context", "slots", "num_speculative_tokens", "num_passes", "num_tokens",

@@ -74,8 +74,8 @@ def measured(folder: Folder, by_k: dict[int, Changes]) -> list[VariantRow]:
             "K = 3: 1.10x plain decoding (too few prompts or repeats for an interval), identical output",
         ),
         (
-            {1: {"speedup": SLOW}, 3: {"speedup": SURE, "num_differing": 2, "label": "3, two, window 128"}},
-            "K = 3 with two, window 128: 1.19x plain decoding (95 %: 1.14 to 1.24), 2 of 16 outputs differ",
+            {1: {"speedup": SLOW}, 3: {"speedup": SURE, "num_differing": 2, "label": "3, two"}},
+            "K = 3 with two: 1.19x plain decoding (95 %: 1.14 to 1.24), 2 of 16 outputs differ",
         ),
         ({k: {"counters": Counters(k, (0,) * (k + 1), (0,) * k)} for k in (1, 3)}, "nothing was drafted"),
         ({k: {"speedup": None} for k in (0, 1, 3)}, "no speed was measured, because no output has two tokens"),

@@ -106,19 +106,19 @@ def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
     assert all((finished.path / name).read_text().startswith("<?xml") for name in pictures)
 
 
-def test_drafters_workloads_and_windows_stand_side_by_side(lab: Lab) -> None:
+def test_drafters_vocabularies_and_workloads_stand_side_by_side(lab: Lab) -> None:
     lab.monkeypatch.setattr("peagle.loading.fit.check_fit", lambda *_: ())
     for name in ("one", "two"):
         (lab.root / name).mkdir()
-    drafters = f"--drafter {lab.root / 'one'},{lab.root / 'two'} --drafter-window 128,off"
+    drafters = f"--drafter {lab.root / 'one'},{lab.root / 'two'} --draft-vocab full,9 --drafter-window 128"
     lab.sweep("-k 2 --num-prompts 1 -n 12 --render both --temperature 0,0.5", drafters)
-    figures = lab.folder.record["rows"]
-    assert {sample.variant.drafter_window for sample in lab.folder.samples()} == {None, "128", "off"}  # None: plain
+    figures, plan = lab.folder.record["rows"], lab.folder.plan
+    assert (plan.draft_vocabs, plan.drafter_window) == ((None, "9"), "128")
     workloads = dict.fromkeys((row["raw"], row["temperature"]) for row in figures)
     assert list(workloads) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
-    variants = [(f"2, {name}, window {window}", window) for name in ("one", "two") for window in ("128", "off")]
-    assert [(row["label"], row["drafter_window"]) for row in figures[:5]] == [("0", None), *variants]
-    assert "| 2, two, window 128 |" in lab.page
+    variants = [f"2, {name}{vocab}" for name in ("one", "two") for vocab in ("", ", 9 tokens")]
+    assert [row["label"] for row in figures[:5]] == ["0", *variants]
+    assert "| 2, two, 9 tokens |" in lab.page
     for label in ("chat, greedy", "chat, temperature 0.5", "raw, greedy", "raw, temperature 0.5"):
         assert f"\n- **prompts, {label}: " in lab.page, "a headline for each workload"
 
@@ -307,15 +307,13 @@ REFUSED = [
     ("--concurrency x", "--concurrency is 'x'; expected numbers separated by commas"),
     ("--concurrency=", "--concurrency is ''"),
     ("--concurrency 1,0", "--concurrency is 0; expected 1 or more"),
-    ("--concurrency 2,61", "--concurrency is 61, but demo has 60 requests"),
     ("--write-widths table.json -k 1-3", "-k does not name it; add it, as -k 1-7,auto"),
     ("--write-widths no/table.json --concurrency 1", "no does not exist"),
     ("--write-widths /dev/null --concurrency 1", "/dev/null exists"),
     ("--write-widths draftr --concurrency 1", "--write-widths draftr is no folder; expected a drafter's directory"),
     ("--write-widths table.json --drafter demo,ngram", "one drafter"),
     ("--write-widths table.json --draft-vocab 9,full", "one vocabulary"),
-    ("--write-widths table.json --drafter-window 9,off", "one window"),
-    ("--drafter-window 128,wide", "drafter-window is 'wide'; expected the positions"),
+    ("--drafter-window wide", "drafter-window is 'wide'; expected the positions"),
     ("--drafter-window 128 --drafter ngram", "no drafter with weights"),
 ]
 
