@@ -1,6 +1,5 @@
 """Sweeps of many requests at once: decoding, figures, and interrupted runs."""
 
-import dataclasses
 import itertools
 import json
 import re
@@ -12,15 +11,12 @@ from typing import Any
 import pytest
 
 from peagle.cli import main
-from peagle.engine.host.engine import Engine
 from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import busy_s
 from peagle.measure.sweep.compare import LENGTH, differences
 from peagle.measure.sweep.figures import concurrent, rows
-from peagle.measure.sweep.page import headlines
 from peagle.measure.sweep.plan import PLAIN
 from peagle.measure.sweep.store import RAW, Folder, open_run
-from peagle.pair import Pair
 from tests.peagle.measure.sweep.runs import SWEPT, Lab, lines_of, swept, with_lines, with_plan
 
 pytestmark = pytest.mark.compile
@@ -163,14 +159,6 @@ def test_the_page_has_a_table_a_picture_and_the_fastest_of_each_load(finished: F
     assert all(name in drawn for name in ("plain decoding", "K = 1", "K = 3", "requests at once"))
 
 
-def test_auto_that_never_drafted_is_not_the_fastest_at_any_load(finished: Folder) -> None:
-    figures = rows(finished)
-    for drafted in (True, False):
-        more = {"label": "auto", "speedup": Estimate(9.0)} | ({} if drafted else {"counters": figures[0].counters})
-        ahead = [dataclasses.replace(row, **(more if row.k == 3 else {})) for row in figures]
-        assert ["K = auto" in sentence for sentence in headlines(finished, ahead)] == [drafted] * 3
-
-
 def test_a_run_with_it_is_compared_with_one_without(once: Path, finished: Folder, tmp_path: Path) -> None:
     without = open_run(once)
     assert without.record["by_concurrency"] == []
@@ -205,19 +193,3 @@ def test_a_killed_run_goes_on_with_the_missing_requests(lab: Lab, together: Path
     assert set(keys) == {sample.key for sample in open_run(together).samples()}
     assert [key for key in keys if keys.count(key) > 1] == 2 * before[-7:]
     assert {row["num_repeats"] for row in lab.folder.record["by_concurrency"]} == {2}
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_variant_that_fails_at_many_at_once_need_not_cost_the_others(lab: Lab) -> None:
-    engine = Pair.engine
-
-    def engine_unless(self: Pair, config: Any) -> Engine:
-        if (config.slots, config.num_speculative_tokens) == (3, 1):
-            raise MemoryError("no room")
-        return engine(self, config)
-
-    lab.monkeypatch.setattr(Pair, "engine", engine_unless)
-    lab.sweep("--concurrency 3", code=1)
-    assert [row["k"] for row in lab.folder.record["rows"]] == [0, 1]
-    assert [row["k"] for row in lab.folder.record["by_concurrency"]] == [0]
-    assert "K = 1, 3 at once: no room" in lab.page

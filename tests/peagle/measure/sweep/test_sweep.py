@@ -31,7 +31,6 @@ from tests.peagle.measure.sweep.runs import (
     SMALL,
     SWEPT,
     TEXTS,
-    Killed,
     Lab,
     lines_of,
     load_in_place,
@@ -183,16 +182,6 @@ def test_ctrl_c_keeps_the_decoded_requests(lab: Lab) -> None:
     assert len(lab.folder.samples()) == 2
     lab.resume()
     assert len(lab.folder.samples()) == 4
-
-
-def test_a_run_that_had_not_read_its_prompts_goes_on_too(lab: Lab) -> None:
-    with lab.monkeypatch.context() as patch:
-        patch.setattr("peagle.measure.sweep.runner.make_requests", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            lab.sweep()
-    assert not (lab.out / PROMPTS).exists()
-    lab.resume()
-    assert lab.folder.finished
 
 
 def test_answers_to_earlier_turns_are_not_decoded_again(lab: Lab) -> None:
