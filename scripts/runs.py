@@ -10,9 +10,9 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from peagle.base.errors import InputError
 from peagle.base.strict_json import dumps
@@ -20,12 +20,14 @@ from peagle.engine.request import Request
 from peagle.measure import reports
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import origin_text, provenance, tuning
+from peagle.measure.record import Json as Json
+from peagle.measure.record import append
+from peagle.measure.record import rotated as rotated
+from peagle.measure.record import turns as turns
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering
 
-Json = dict[str, Any]
-Item = TypeVar("Item")
 ROOT = Path(__file__).parents[1]
 
 
@@ -90,18 +92,6 @@ def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: 
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------
-
-
-def rotated(items: Sequence[Item], number: int) -> list[Item]:
-    """Begin with another item in each round, so that drift of the machine affects all equally."""
-    first = number % len(items)
-    return [*items[first:], *items[:first]]
-
-
-def turns(items: Sequence[Item], rounds: int, warm_up: bool = True) -> Iterator[tuple[int, Item]]:
-    """Yield (round, item), each item once a round (`rotated`); round 0 warms up."""
-    for number in range(0 if warm_up else 1, rounds + 1):
-        yield from ((number, item) for item in rotated(items, number))
 
 
 def ratios(values: Iterable[float], others: Iterable[float]) -> list[float]:
@@ -188,8 +178,7 @@ class Run:
         """Append lines as they come."""
         for line in lines:
             self.lines.append(line)
-            with (self._out / "raw.jsonl").open("a", encoding="utf-8") as file:
-                file.write(dumps(line) + "\n")
+            append(self._out / "raw.jsonl", [line])
 
     def write(self, page: Callable[[Json], Sequence[reports.Block]], show: bool = True, **parts: Any) -> None:
         """Write run.json with these parts, and the page that follows from it. show: print it, too."""
