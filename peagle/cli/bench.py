@@ -15,7 +15,6 @@ from peagle.cli.flags import JSON
 from peagle.cli.output import STANDARD_OUTPUT, output_file, wrapped
 from peagle.cli.report import show_table
 from peagle.config import EngineConfig, LoadConfig
-from peagle.measure.metrics import figure_text
 from peagle.measure.reports import Table
 
 if TYPE_CHECKING:  # it imports JAX
@@ -227,4 +226,6 @@ def _name(line: dict[str, Any], several: bool) -> str:
 
 def _number(value: float | None) -> str:
     """Format three significant digits or more, without an exponent."""
-    return figure_text(value, ",.0f" if value and value >= 1000 else ".1f" if value and value >= 100 else ".3g")
+    if value is None:
+        return "-"
+    return format(value, ",.0f" if value >= 1000 else ".1f" if value >= 100 else ".3g")
