@@ -20,6 +20,11 @@ class Written:
         """Make an array of the JSON texts of its items."""
         return cls(f"[{', '.join(items)}]")
 
+    @classmethod
+    def joined(cls, arrays: "Iterable[Written]") -> "Written":
+        """Make one array of the items of several."""
+        return cls.array(array.text[1:-1] for array in arrays if array.text != "[]")
+
 
 def dumps(value: Any, **options: Any) -> str:
     """Write the value as JSON text; a number that is not finite becomes null. options: those of json.dumps.

@@ -1,7 +1,7 @@
 """The routes of OpenAI's HTTP interface over one engine.
 
 http.py reads and checks a body (bodies.py). request_builder.py makes the engine's requests of it, and engine_loop.py
-runs them. open_answers.py reads their answers; chat.py, completions.py and responses.py write a reply or
+runs them. generation.py reads their answers; chat.py, completions.py and responses.py write a reply or
 server-sent events.
 """
 
@@ -23,7 +23,7 @@ from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokeni
 from peagle.serve.chat_page import HEADERS, PAGE
 from peagle.serve.engine_loop import LOADING_RETRY_S
 from peagle.serve.errors import ApiError
-from peagle.serve.formatter import Generation
+from peagle.serve.generation import Generation
 from peagle.serve.http import (
     REQUEST_ID,
     EventStream,

@@ -281,7 +281,7 @@ class BatchFile:
             if generation.stream:
                 raise ApiError(400, "stream is set; a batch has no streams: leave it out", "stream")
             body = await generation.reply()
-            self.counts.tokens += sum(len(result.output_ids) for result in generation.outputs.results())
+            self.counts.tokens += sum(len(result.output_ids) for result in generation.results())
             return body, generation.formatter.id
         finally:
             self.shared.finish(generation, line.url)

@@ -1,16 +1,16 @@
 """/v1/completions: start the requests of a body, and write their reply or events."""
 
-import collections
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from peagle.answers.result import Piece, Result
+from peagle.answers.result import Piece
 from peagle.base.strict_json import Written, number
 from peagle.engine.request import TokenLogprobs
 from peagle.serve.bodies import CompletionBody, StreamOptions
-from peagle.serve.formatter import ChoicesFormatter, Generation
+from peagle.serve.formatter import ChoicesFormatter
+from peagle.serve.generation import Generation
 from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs
 from peagle.serve.shared_state import SharedState
 from peagle.text.channels import Delta
@@ -44,7 +44,6 @@ class CompletionFormatter(ChoicesFormatter):
     echoed: Sequence[str] = ()  # the text of each answer's prompt, if the body sets echo
     prompts: Sequence[tuple[int, ...]] = ()  # their token ids, if the body sets logprobs, too
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()  # of their tokens after the first
-    _rows: dict[int, list[Row]] = field(default_factory=lambda: collections.defaultdict(list))  # by index of the answer
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
@@ -59,25 +58,18 @@ class CompletionFormatter(ChoicesFormatter):
     def _echo(self, index: int) -> CompletionChunkChoice:
         choice = _choice(index, self.echoed[index], None)
         if self.logprobs:
-            rows = self._prompt_rows(index)
-            self._rows[index] = rows + self._rows[index]
-            choice["logprobs"] = _columns(rows)
+            choice["logprobs"] = _columns(self._prompt_rows(index))
         return choice
 
     def _piece(self, piece: Piece, delta: Delta) -> CompletionChunkChoice:
         choice = _choice(piece.index, delta.text, None)
         start = len(self.echoed[piece.index]) if self.echoed else 0
         if rows := [self._row(logprobs, start + token.offset) for token, logprobs in piece.logprobs_of(delta)]:
-            self._rows[piece.index] += rows
             choice["logprobs"] = _columns(rows)
         return choice
 
-    def _reply_choice(self, index: int, result: Result) -> CompletionChunkChoice:
-        prompt = self.echoed[index] if self.echoed else ""
-        choice = _choice(index, prompt + (result.text or ""), result.finish_reason)
-        if self.logprobs:
-            choice["logprobs"] = _columns(self._rows[index])
-        return choice
+    def _whole(self, choice: dict[str, Any]) -> CompletionChunkChoice:
+        return {**choice, "logprobs": choice["logprobs"] or (_columns(()) if self.logprobs else None)}  # type: ignore[typeddict-item]
 
     def _prompt_rows(self, index: int) -> list[Row]:
         """Make the rows of an echoed prompt. Its first token has no log-probability."""

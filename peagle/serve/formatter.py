@@ -1,29 +1,31 @@
 """Write the reply to one HTTP request, or its stream of events, from pieces of its answers."""
 
-import contextlib
 import functools
+import itertools
+import operator
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from peagle.answers.result import Piece, Result
-from peagle.base.strict_json import dumps, number
+from peagle.answers.result import Counters, Piece, Result
+from peagle.base.strict_json import Written, dumps, number
 from peagle.engine.request import TokenLogprobs
-from peagle.serve.bodies import StreamOptions, Tool
+from peagle.measure.metrics import speculative_decoding_block, total
+from peagle.serve.bodies import CustomTool, StreamOptions, Tool
 from peagle.serve.errors import ApiError
-from peagle.serve.open_answers import OpenAnswers, figures, usage
+from peagle.serve.replies import Figures, Usage
 from peagle.serve.tools import CustomCalls
-from peagle.text.channels import Delta
+from peagle.text.channels import Delta, ToolCall
 from peagle.text.tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
 
 
 @dataclass
-class ResponseFormatter:
-    """Formats the reply of an endpoint. `read` every piece; then `reply` makes a whole reply.
+class Formatter:
+    """Formats the reply of an endpoint. `read` makes entries of every piece: events, or parts of the whole reply.
 
     Log-probabilities become JSON as their pieces arrive, since all at the end would block the event loop for seconds.
     results: returns those of the answers so far.
@@ -31,7 +33,7 @@ class ResponseFormatter:
 
     model: str
     tokenizer: Tokenizer | None
-    id: str = ""
+    id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     results: Callable[[], Sequence[Result]] = list
     _json_by_token: dict[int, str] = field(default_factory=dict)  # see `_token_json`
@@ -46,11 +48,11 @@ class ResponseFormatter:
         return ""
 
     def read(self, piece: Piece) -> Sequence[Any]:
-        """Read a piece of an answer; return the entries of its events."""
+        """Read a piece of an answer; return its entries."""
         raise NotImplementedError
 
     def event(self, entry: Any) -> str:
-        """Write the event of an entry from `read`."""
+        """Write the event of an entry."""
         raise NotImplementedError
 
     def end(self) -> str:
@@ -61,8 +63,8 @@ class ResponseFormatter:
         """Write the last events of a stream that fails."""
         raise NotImplementedError
 
-    def reply(self) -> Mapping[str, Any]:
-        """Make the reply after all answers have ended."""
+    def reply(self, entries: Sequence[Any]) -> Mapping[str, Any]:
+        """Make the whole reply of the entries of all pieces."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -82,8 +84,8 @@ class ResponseFormatter:
 
 
 @dataclass
-class ChoicesFormatter(ResponseFormatter):
-    """Replies with choices: those of chats and of completions."""
+class ChoicesFormatter(Formatter):
+    """Replies with choices: those of chats and of completions. A whole choice is the sum of those of a stream."""
 
     options: StreamOptions = field(default_factory=StreamOptions)
     _begun: set[int] = field(default_factory=set)  # indices of answers of which a piece was read
@@ -93,7 +95,8 @@ class ChoicesFormatter(ResponseFormatter):
 
     def read(self, piece: Piece) -> list[Any]:
         is_first = piece.index not in self._begun
-        self._begun.add(piece.index)
+        if is_first:
+            self._begun.add(piece.index)
         return self._choices(piece, is_first)
 
     def event(self, entry: Any) -> str:
@@ -105,24 +108,21 @@ class ChoicesFormatter(ResponseFormatter):
     def end(self) -> str:
         if not self.options.include_usage:
             return DONE
-        results = self.results()
-        extra = {"choices": [], "usage": usage(results), **figures(results)}
-        return _event({**self._head(self.chunk_kind), **extra}) + DONE
+        return _event({**self._head(self.chunk_kind), "choices": [], **self._figures()}) + DONE
 
     def failed(self, error: ApiError) -> str:
         return _event(error.body()) + DONE
 
-    def reply(self) -> Mapping[str, Any]:
-        results = self.results()
-        choices = [self._reply_choice(index, result) for index, result in enumerate(results)]
-        return {**self._head(self.kind), "choices": choices, "usage": usage(results), **figures(results)}
+    def reply(self, entries: Sequence[Any]) -> Mapping[str, Any]:
+        choices = list(map(self._whole, _by_index(entries)))
+        return {**self._head(self.kind), "choices": choices, **self._figures()}
 
     def _choices(self, piece: Piece, is_first: bool) -> list[Any]:
         """Make the choices of a stream for a piece. The one that ends an answer has no content."""
         raise NotImplementedError
 
-    def _reply_choice(self, index: int, result: Result) -> Any:
-        """Make the choice of a whole reply."""
+    def _whole(self, choice: dict[str, Any]) -> Any:
+        """Make the choice of a whole reply from the sum of a stream's choices."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -133,21 +133,55 @@ class ChoicesFormatter(ResponseFormatter):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    def _figures(self) -> dict[str, Any]:
+        results = self.results()
+        return {"usage": usage(results), **figures(results)}
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _sum(parts: Sequence[Any]) -> Any:
+    """Add up values of a stream, as its clients do: texts and lists are joined, other values come once."""
+    first, *others = parts = [part for part in parts if part is not None] or [None]
+    if isinstance(first, dict):
+        return {key: _sum([part.get(key) for part in parts]) for key in dict.fromkeys(itertools.chain(*parts))}
+    if isinstance(first, list):
+        items = [item for part in parts for item in part]
+        return _by_index(items) if "index" in items[0] else items
+    if isinstance(first, Written):
+        return Written.joined(parts)
+    return "".join(parts) if isinstance(first, str) and others else first
+
+
+def _by_index(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add up the parts of each index."""
+    index = operator.itemgetter("index")
+    return [_sum([*same]) for _, same in itertools.groupby(sorted(parts, key=index), index)]
+
 
 @dataclass
-class ChannelFormatter(ResponseFormatter):
+class ChannelFormatter(Formatter):
     """Replies with parsed channels. tools: those that the model may call. one_call: show only the first call."""
 
     tools: Sequence[Tool] = ()
     one_call: bool = False
     _custom: dict[int, CustomCalls] = field(default_factory=dict)  # by index of the answer
 
-    def _custom_calls(self, index: int) -> CustomCalls:
-        return self._custom.setdefault(index, CustomCalls(self.tools))
+    @functools.cached_property
+    def _custom_names(self) -> set[str]:
+        return {tool.name for tool in self.tools if isinstance(tool, CustomTool)}
 
-    def _deltas(self, piece: Piece) -> list[Delta]:
+    def _is_custom(self, call: ToolCall) -> bool:
+        return call.name in self._custom_names
+
+    def _deltas(self, piece: Piece) -> Sequence[Delta]:
         """Return the deltas that the reply shows. Calls of custom tools have inputs in place of arguments."""
-        deltas = self._custom_calls(piece.index).read(piece.deltas, at_end=piece.finish_reason is not None)
+        deltas = piece.deltas
+        if self._custom_names:
+            custom = self._custom.setdefault(piece.index, CustomCalls(self._custom_names))
+            deltas = custom.read(deltas, at_end=piece.finish_reason is not None)
         return [delta for delta in deltas if not (self.one_call and delta.call is not None and delta.call.index)]
 
     def _logprob_entries(self, piece: Piece, delta: Delta) -> list[str]:
@@ -166,40 +200,29 @@ class ChannelFormatter(ResponseFormatter):
         return f'{{"token": {super()._write_token(token_id)}, "bytes": {[*data]}, "logprob": '
 
 
-@dataclass(frozen=True)
-class Generation:
-    """The running requests of a body, and the formatter of their reply. `SharedState.finish` ends them."""
-
-    stream: bool
-    formatter: ResponseFormatter
-    outputs: OpenAnswers
-
-    def __post_init__(self) -> None:
-        self.formatter.results = self.outputs.results
-
-    async def reply(self) -> Mapping[str, Any]:
-        """Read the answers to their end, and make the reply."""
-        async with contextlib.aclosing(self.outputs.chunks()) as pieces:
-            async for piece in pieces:
-                self.formatter.read(piece)
-        return self.formatter.reply()
-
-    async def events(self) -> AsyncGenerator[str, None]:
-        """Write the events of a stream. An error becomes an event."""
-        formatter = self.formatter
-        try:
-            async with contextlib.aclosing(self.outputs.chunks()) as pieces:
-                if begun := formatter.begin():
-                    yield begun
-                async for piece in pieces:
-                    if events := "".join(map(formatter.event, formatter.read(piece))):
-                        yield events
-            yield formatter.end()
-        except ApiError as error:
-            yield formatter.failed(error)
-        finally:
-            formatter.close()
+def usage(results: Sequence[Result]) -> Usage:
+    """Count tokens. A prompt with n answers counts once."""
+    prompts = [result for result in results if result.request.index == 0]
+    prompt = sum(len(result.request.prompt_ids) for result in prompts)
+    completion = sum(len(result.output_ids) for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(result.num_reasoning_tokens for result in results)},
+    }
 
 
-def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {dumps(value, ensure_ascii=False)}\n\n"
+def pooled(results: Sequence[Result]) -> Counters:
+    return total([result.counters for result in results])
+
+
+def figures(results: Sequence[Result]) -> dict[str, Figures]:
+    """Return the reply's field `metrics`, with counts of its steps under vLLM's names; no field in plain decoding."""
+    counters = pooled(results)
+    if not counters.num_speculative_tokens:
+        return {}
+    block: Any = speculative_decoding_block(counters)
+    del block["num_plain_steps"]  # vLLM has none
+    return {"metrics": {"speculative_decoding": block}}

@@ -11,9 +11,9 @@ from peagle.answers.result import Piece, Result
 from peagle.base.strict_json import Written, dumps
 from peagle.serve.bodies import Body
 from peagle.serve.errors import ApiError
-from peagle.serve.formatter import ChannelFormatter, Generation
+from peagle.serve.formatter import ChannelFormatter, figures, usage
+from peagle.serve.generation import Generation
 from peagle.serve.http import check_messages, count_parts
-from peagle.serve.open_answers import figures, usage
 from peagle.serve.replies import ResponseEvent, ResponseUsage
 from peagle.serve.request_builder import notes
 from peagle.serve.response_bodies import (
@@ -125,14 +125,14 @@ class _OutputItem:
             self.value["content"][0]["text"] += text
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ResponsesFormatter(ChannelFormatter):
     """A response and its events. tool_names: by name in the chat.
 
     keep: called with the response at its end, even if its client has left the stream; None: it is not to be kept.
     """
 
-    body: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
+    body: ResponsesBody
     tool_names: Mapping[str, ToolName] = field(default_factory=dict)
     keep: Keep | None = None
     _items: list[_OutputItem] = field(default_factory=list)
@@ -165,7 +165,7 @@ class ResponsesFormatter(ChannelFormatter):
             events += self._end_item("incomplete" if piece.finish_reason == "length" else "completed")
         return events
 
-    def reply(self) -> dict[str, Any]:
+    def reply(self, _: Sequence[Any] = ()) -> dict[str, Any]:
         status = "incomplete" if self._reason == "length" else "completed"
         return self._ended(self._response(status, self.results()))
 
@@ -198,7 +198,7 @@ class ResponsesFormatter(ChannelFormatter):
         value: dict[str, Any]
         if delta.call is not None:
             name = self.tool_names.get(delta.call.name, {"name": delta.call.name})
-            is_custom = self._custom_calls(0).is_custom(delta.call)
+            is_custom = self._is_custom(delta.call)
             kind, text = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
             value = {"type": kind, "call_id": delta.call.id, text: "", **name}
         elif delta.kind == "reasoning":

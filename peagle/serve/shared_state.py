@@ -17,10 +17,10 @@ from peagle.engine.request import Request, TokenLogprobs
 from peagle.serve.bodies import Sampled
 from peagle.serve.engine_loop import EngineLoop, Loop
 from peagle.serve.errors import ApiError
-from peagle.serve.formatter import Generation, ResponseFormatter
+from peagle.serve.formatter import Formatter, pooled, usage
+from peagle.serve.generation import Generation
 from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
 from peagle.serve.metrics import Metrics
-from peagle.serve.open_answers import OpenAnswers, pooled, usage
 from peagle.serve.replies import Health, ModelCard
 from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.stored import ResponseStore
@@ -99,12 +99,11 @@ class SharedState:
         return parsed
 
     def generation(
-        self, body: Sampled, formatter: ResponseFormatter, requests: Sequence[Request], **options: bool
+        self, body: Sampled, formatter: Formatter, requests: Sequence[Request], **options: bool
     ) -> Generation:
-        """Send the requests of a body to the engine. options: see `OpenAnswers`."""
-        tokenizer, field = self.builder.pair.tokenizer, constraint_field(body)
-        outputs = OpenAnswers(self.loop, requests, tokenizer, self.metrics, constraint=field, **options)
-        return Generation(body.stream, formatter, outputs)
+        """Send the requests of a body to the engine. options: see `Generation`."""
+        options["stream"] = body.stream
+        return Generation(self.loop, requests, formatter, self.metrics, constraint=constraint_field(body), **options)
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (see `RequestBuilder.prompt_logprobs`)."""
@@ -160,10 +159,10 @@ class SharedState:
 
     def finish(self, generation: Generation, path: str, request_id: str = "") -> None:
         """End the requests of a reply, and log them. Prompts and answers are not logged."""
-        generation.outputs.close()
+        generation.close()
         if self.log is None:
             return
-        results = generation.outputs.results()
+        results = generation.results()
         counted, first = usage(results), results[0]
         line = {
             "time": utc_now(),

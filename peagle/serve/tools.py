@@ -10,17 +10,17 @@ The model sees a custom tool, whose input is any text, as a function with one te
 import collections
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle.base.settings import brief
 from peagle.base.strict_json import dumps
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.json_schema import map_schemas
-from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
+from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, NamedTool, Tool
 from peagle.serve.errors import ApiError
 from peagle.serve.field_names import CHAT_FIELDS, FieldNames
-from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, ToolCall, control_ids, final_message
+from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, control_ids, final_message
 from peagle.text.tokenizer import Message, Tokenizer, Verbatim, detokenize, encode_characters
 
 MOST_CALLS = 512  # of a chat: the time of GPT-OSS's template is quadratic in them
@@ -233,13 +233,11 @@ def _call_messages(index: int, message: ChatMessage, results: dict[str, str], na
 class CustomCalls:
     """Turn the arguments of an answer's custom calls back into inputs, each a single delta at the end of its call."""
 
-    def __init__(self, tools: Iterable[Tool]) -> None:
-        self._names = {tool.name for tool in tools if isinstance(tool, CustomTool)}
+    def __init__(self, names: Collection[str]) -> None:
+        """names: of the custom tools."""
+        self._names = names
         self._open: Delta | None = None  # the last delta of the custom call that is being written
         self._arguments = ""  # of that call
-
-    def is_custom(self, call: ToolCall) -> bool:
-        return call.name in self._names
 
     def read(self, deltas: Sequence[Delta], at_end: bool) -> list[Delta]:
         """Return the deltas with inputs in place of arguments. at_end: these are the last of the answer."""
@@ -247,7 +245,7 @@ class CustomCalls:
         for delta in deltas:
             if self._open is not None and delta.message != self._open.message:
                 texts += self._end_call()
-            if delta.call is None or not self.is_custom(delta.call):
+            if delta.call is None or delta.call.name not in self._names:
                 texts.append(delta)
                 continue
             if self._open is None:

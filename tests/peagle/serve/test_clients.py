@@ -9,7 +9,7 @@ import pytest
 
 from peagle.pair import Pair
 from peagle.text.tokenizer import Tokenizer
-from tests.peagle.test_streams import most_at_once
+from tests.peagle.answers.test_streams import most_at_once
 from tests.support.pairs import toy_pair
 from tests.support.running import Gate, Running, running
 from tests.support.servers import CONTEXT, MODEL, K, service_of

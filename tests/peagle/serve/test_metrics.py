@@ -16,8 +16,9 @@ from peagle.engine.memory.kv_memory import KVMemory, Sizing
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
 from peagle.pair import Pair
+from peagle.serve.completions import CompletionFormatter
 from peagle.serve.errors import ApiError
-from peagle.serve.open_answers import OpenAnswers
+from peagle.serve.generation import Generation
 from peagle.serve.shared_state import SharedState
 from tests.support.running import Gate, eventually
 from tests.support.servers import CONTEXT, MODEL, SLOTS, K, client_of, service_of, values
@@ -84,10 +85,10 @@ def test_the_times_of_an_answer_add_up(make: Make) -> None:
     assert metrics[("vllm:request_time_per_output_token_seconds_sum",)] == pytest.approx(decode / 4)
 
 
-def outputs_of(service: SharedState, count: int = 1, **fields: Any) -> OpenAnswers:
+def outputs_of(service: SharedState, count: int = 1, **fields: Any) -> Generation:
     sampling = SamplingParams(seed=1)
     requests = [Request((40, 41, 42), 30, sampling, (), index=index, **fields) for index in range(count)]
-    return OpenAnswers(service.loop, requests, service.builder.pair.tokenizer, service.metrics)
+    return Generation(service.loop, requests, CompletionFormatter(MODEL, service.builder.tokenizer), service.metrics)
 
 
 def counted(service: SharedState, *names: str) -> list[float]:
@@ -104,7 +105,7 @@ def test_tokens_waits_and_steps_count_as_they_arrive(make: Make, stop: tuple[str
 
     async def read() -> None:
         outputs, arrivals = outputs_of(service, stop=stop), 0
-        async for chunk in outputs.chunks():
+        async for chunk in outputs.pieces():
             (result,) = outputs.results()
             arrivals += bool(chunk.token_ids)
             assert counted(service, *names) == [len(result.output_ids), 1, arrivals - 1]
@@ -125,8 +126,8 @@ def test_the_wait_for_a_slot_begins_when_the_server_gets_the_request(make: Make,
     gate, add = Gate(service), service.loop.engine.add
     monkeypatch.setattr(service.loop.engine, "add", lambda *a, **k: handles.append(add(*a, **k)) or handles[-1])
 
-    async def read(outputs: OpenAnswers) -> None:
-        async for _ in outputs.chunks():
+    async def read(outputs: Generation) -> None:
+        async for _ in outputs.pieces():
             pass
 
     async def both() -> float:
@@ -157,7 +158,7 @@ def test_a_request_that_leaves_the_queue_or_its_midst_has_no_figures_of_a_whole_
 
     async def leave(num_chunks: int) -> None:
         outputs = outputs_of(service, SLOTS + 1)
-        async with contextlib.aclosing(outputs.chunks()) as chunks:
+        async with contextlib.aclosing(outputs.pieces()) as chunks:
             for _ in range(num_chunks):
                 await anext(chunks)
         outputs.close()
@@ -184,7 +185,7 @@ def test_a_request_that_fails_counts_as_an_error(make: Make, monkeypatch: pytest
 
     async def fail() -> None:
         with pytest.raises(ApiError):
-            await anext(outputs_of(service).chunks())
+            await anext(outputs_of(service).pieces())
 
     asyncio.run(fail())
     metrics = values(client_of(service))

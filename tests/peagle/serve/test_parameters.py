@@ -377,9 +377,10 @@ def test_token_details_precede_the_end_of_a_reply(
         delta = Delta("content", "?", 0, tokens=(TokenOffset(place, place),))
         logprobs = [TokenLogprobs(token, -0.25, pairs)] * (place + 1)
         parts.append(Piece(TokenChunk(result.request, (token,), 0.0), (token,), (delta,), logprobs=logprobs))
-    events = [json.loads(form.event(form.read(part)[-1]).removeprefix("data: ")) for part in parts]
+    entries = [entry for part in parts for entry in form.read(part)]
     monkeypatch.setattr("peagle.serve.formatter.number", None)
-    (choice,) = json.loads(dumps(form.reply()))["choices"]
+    events = [json.loads(form.event(entry).removeprefix("data: ")) for entry in entries[-2:]]
+    (choice,) = json.loads(dumps(form.reply(entries)))["choices"]
     streamed = [event["choices"][0]["logprobs"] for event in events]
     for name in ("content",) if kind is ChatFormatter else ("tokens", "token_logprobs", "top_logprobs"):
         assert choice["logprobs"][name] == [entry for part in streamed for entry in part[name]]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle.answers.result import Piece
 from peagle.base.strict_json import dumps
 from peagle.engine.request import Request, TokenChunk, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
@@ -18,10 +19,10 @@ from peagle.serve.bodies import ChatBody
 from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter
 from peagle.serve.engine_loop import Call, Loop
-from peagle.serve.formatter import ResponseFormatter
+from peagle.serve.formatter import Formatter
+from peagle.serve.generation import Generation
 from peagle.serve.http import parse
 from peagle.serve.metrics import Metrics
-from peagle.serve.open_answers import OpenAnswers
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.response_chat import as_chat
 from peagle.serve.responses import ResponsesFormatter
@@ -96,23 +97,26 @@ class Chunks(Loop):
             last = number == len(self._cuts)
             tokens = (*cut, *([self._stop] if last and self._stop is not None else []))
             reason: Any = None if not last else "length" if self._stop is None else "stop"
-            logprobs = tuple(TokenLogprobs(token, -float(token), ((token, -1.0),)) for token in tokens)
+            scored = () if job.request.logprobs is None else tokens
+            logprobs = tuple(TokenLogprobs(token, -float(token), ((token, -1.0),)) for token in scored)
             call.put(job, TokenChunk(job.request, tokens, 0.0, finish_reason=reason, logprobs=logprobs))
         return call
 
 
-def read(form: ResponseFormatter, answers: OpenAnswers) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return (the whole reply, the events of the stream) that a form makes of the same answer."""
+def read(generation: Generation) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return (the whole reply, the events of the stream) that a formatter makes of the same answer."""
+    form, entries, read = generation.formatter, list[Any](), generation.formatter.read
+
+    def recorded(piece: Piece) -> Any:
+        entries.extend(new := read(piece))
+        return new
 
     async def read_all() -> str:
-        form.results = answers.results
-        text = form.begin()
-        async for chunk in answers.chunks():
-            text += "".join(map(form.event, form.read(chunk)))
-        return text + form.end()
+        return "".join([event async for event in generation.events()])
 
+    form.read = recorded  # type: ignore[method-assign]
     events = events_of(asyncio.run(read_all()))
-    return json.loads(dumps(form.reply())), events
+    return json.loads(dumps(form.reply(entries))), events
 
 
 @dataclass(frozen=True)
@@ -130,11 +134,15 @@ class Answer:
         partial = (of[bytes([byte])] for byte in self.partial)
         return (*tokenizer.encode(self.text, special_tokens=True), *partial)
 
-    def outputs(self, tokenizer: Tokenizer, channels: bool = True, stop: bool = True) -> OpenAnswers:
+    def generation(self, form: Formatter, channels: bool = True, stop: bool = True) -> Generation:
+        tokenizer = form.tokenizer
+        assert tokenizer is not None
         prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
-        request = Request(prompt, 1000, stop=self.stop if stop else (), logprobs=1)
+        request = Request(
+            prompt, 1000, stop=self.stop if stop else (), logprobs=1 if getattr(form, "logprobs", True) else None
+        )
         loop = Chunks(self.ids(tokenizer), self.ends, self.end)
-        return OpenAnswers(loop, [request], tokenizer, Metrics(loop, MODEL), channels=channels)
+        return Generation(loop, [request], form, Metrics(loop, MODEL), channels=channels)
 
 
 WRITTEN = st.builds(Answer, ANSWERS, PARTIAL, st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
@@ -155,9 +163,9 @@ def is_aligned(text: str, entries: Sequence[Mapping[str, Any]], stopped: bool) -
 @given(WRITTEN)
 def test_a_chats_stream_is_its_whole_answer(harmony: Tokenizer, written: Answer) -> None:
     body = parse(ChatBody, json.dumps({"messages": USER, "tools": CHAT_TOOLS}).encode())
-    answers = written.outputs(harmony)
     form = ChatFormatter(MODEL, harmony, logprobs=True, tools=body.tools, token_origins=True)
-    whole, events = read(form, answers)
+    generation = written.generation(form)
+    whole, events = read(generation)
     (choice,) = whole["choices"]
     message, streamed = choice["message"], chat_of(events)
     assert streamed["content"] == (message["content"] or "")
@@ -167,7 +175,7 @@ def test_a_chats_stream_is_its_whole_answer(harmony: Tokenizer, written: Answer)
     assert streamed["finish_reason"] == choice["finish_reason"]
 
     content = message["content"] or ""
-    (result,) = answers.results()
+    (result,) = generation.results()
     stopped = result.finish_reason == "stop" and result.output_ids[-1:] != (written.end,)
     assert is_aligned(content, choice["logprobs"]["content"], stopped)
     assert not any(text in content for text in written.stop)
@@ -201,9 +209,8 @@ def test_a_responses_stream_is_its_whole_answer(harmony: Tokenizer, written: Ans
     fields = {"input": "hi", "tools": TOOLS, "include": ["message.output_text.logprobs"]}
     body = parse(ResponsesBody, json.dumps(fields).encode())
     chat = as_chat(body)
-    answers = written.outputs(harmony, stop=False)
     form = ResponsesFormatter(MODEL, harmony, body=body, tools=chat.body.tools, tool_names=chat.tool_names)
-    whole, events = read(form, answers)
+    whole, events = read(written.generation(form, stop=False))
     assert events[-1]["response"] == whole
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items = response_of_stream(events)
@@ -219,8 +226,8 @@ def test_a_responses_stream_is_its_whole_answer(harmony: Tokenizer, written: Ans
 
 @given(WRITTEN)
 def test_a_completions_stream_is_its_whole_answer(harmony: Tokenizer, written: Answer) -> None:
-    ids, answers = written.ids(harmony), written.outputs(harmony, channels=False)
-    whole, events = read(CompletionFormatter(MODEL, harmony, logprobs=True), answers)
+    ids = written.ids(harmony)
+    whole, events = read(written.generation(CompletionFormatter(MODEL, harmony, logprobs=True), channels=False))
     (choice,) = whole["choices"]
     streamed = [event["choices"][0] for event in events if event["choices"]]
     assert "".join(part["text"] for part in streamed) == choice["text"]
@@ -251,7 +258,7 @@ def test_the_deltas_and_the_message_of_a_chat(harmony: Tokenizer) -> None:
     ]
     ends = itertools.accumulate(len(harmony.encode(part, special_tokens=True)) for part in parts)
     written = Answer("".join(parts), ends=[*ends])
-    whole, events = read(ChatFormatter(MODEL, harmony), written.outputs(harmony))
+    whole, events = read(written.generation(ChatFormatter(MODEL, harmony)))
     choices = [event["choices"][0] for event in events]
     deltas = [choice["delta"] for choice in choices]
     call_id = deltas[4]["tool_calls"][0]["id"]
@@ -292,7 +299,7 @@ def test_the_deltas_and_the_message_of_a_chat(harmony: Tokenizer) -> None:
 
 def test_an_answer_cut_off_in_its_reasoning_has_no_content(harmony: Tokenizer) -> None:
     written = Answer("<|channel|>analysis<|message|>Hm", ends=[2], end=None)
-    whole, events = read(ChatFormatter(MODEL, harmony), written.outputs(harmony))
+    whole, events = read(written.generation(ChatFormatter(MODEL, harmony)))
     (choice,), streamed = whole["choices"], chat_of(events)
     message = choice["message"]
     assert (message["content"], message["reasoning"], choice["finish_reason"]) == ("", "Hm", "length")
