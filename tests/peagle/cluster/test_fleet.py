@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import re
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
@@ -334,13 +333,3 @@ def test_a_hand_off_is_dropped_once_its_request_decodes(make: Make) -> None:
         call.close()
 
     asyncio.run(asyncio.wait_for(begin(), 60))
-
-
-def test_answers_are_bound_by_grammars_as_one_servers_are(make: Make, client: TestClient) -> None:
-    _, service = make()
-    fields = {"guided_regex": "[a-c]{3,20}", "max_tokens": 40, "logprobs": None}
-    ours, theirs = (answer(server, **fields).json()["choices"] for server in (client_of(service), client))
-    assert ours == theirs
-    assert re.fullmatch("[a-c]{3,20}", ours[0]["text"])
-    ours, theirs = (error_of(answer(server, **fields, ignore_eos=True)) for server in (client_of(service), client))
-    assert ours == theirs

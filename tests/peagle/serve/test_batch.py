@@ -126,25 +126,6 @@ def test_a_line_that_is_none_gets_an_error_and_the_others_answers(run: Any, out:
             assert part in answer["response"]["body"]["error"]["message"]
 
 
-def test_log_probabilities_in_a_batch_are_the_contents(
-    saying: Callable[..., SharedState], run: Callable[..., BatchFile], out: Path
-) -> None:
-    """As over HTTP: without control tokens, headers and reasoning."""
-    answer = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>größer 東京<|return|>"
-    )
-    bodies = {
-        CHAT: {"messages": USER, "logprobs": True, "temperature": 0},
-        RESPONSES: {"input": "hello", "include": ["message.output_text.logprobs"], "temperature": 0},
-    }
-    lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
-    run(list(map(json.dumps, lines)), by=saying((bodies[CHAT], answer)))
-    answers = read(out)
-    entries = answers[CHAT]["response"]["body"]["choices"][0]["logprobs"]["content"]
-    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "größer 東京"
-    assert answers[RESPONSES]["response"]["body"]["output"][1]["content"][0]["logprobs"] == entries
-
-
 def test_a_repeated_custom_id_is_an_error(run: Any, out: Path) -> None:
     for _ in range(2):  # a second run changes nothing
         run([line("0"), line("0"), line("1")])
@@ -187,25 +168,6 @@ def test_a_run_that_was_stopped_goes_on_and_answers_nothing_twice(run: Any, make
     unused = make()
     run(lines, by=unused)
     assert not unused.loop.engine.executor.started, "nothing was asked again"
-
-
-def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, out: Path) -> None:
-    """Of an engine that failed, of a last line that was cut off, of lines that were none."""
-    failing, lines = make(), [line("0"), line("1"), line("2")]
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("the device is gone")
-
-    run(lines[:1])
-    failing.loop.engine.executor.prefill = broken
-    counts = run(lines, by=failing).counts
-    assert counts.known == 1
-    assert counts.failed >= 1
-    assert statuses(out)["0"] == 200
-    with out.open("a") as file:
-        file.write('{"id": "x", "custom_id": "1", "response": null, "error": {"code": "invalid_line"}}\n{"id": "batch')
-    run(lines)
-    assert statuses(out) == {"0": 200, "1": 200, "2": 200}
 
 
 def failing(prompts: dict[int, Exception]) -> Any:
@@ -268,15 +230,6 @@ def test_an_empty_file_is_refused_before_anything_slow(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n \n")
     with pytest.raises(InputError, match=r"in\.jsonl is empty; expected a request as JSON on each line"):
         check_files(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-
-
-def test_a_check_writes_nothing(run: Any, tmp_path: Path, out: Path) -> None:
-    run([line("0"), "{"])
-    before = out.read_bytes() + b'{"id": "batch_re'
-    out.write_bytes(before)
-    check_files(tmp_path / "in.jsonl", out)
-    assert out.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_an_answer_to_another_request_is_not_taken_for_this_ones(run: Any, make: Any, out: Path) -> None:

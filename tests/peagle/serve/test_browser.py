@@ -110,24 +110,3 @@ def test_a_refusal_is_shown_where_the_answer_would_be(server: Running, visit: Ca
     tab.ends(".*tokens.*")
     assert tab.page.locator(".assistant").count() == 0
     assert tab.page.locator("#prompt").input_value().startswith("ab")  # the message is not lost
-
-
-@pytest.mark.parametrize("width", [1400, 500])
-def test_it_is_readable_in_light_and_dark_and_fits_its_window(
-    server: Running, visit: Callable[..., Visit], width: int
-) -> None:
-    brightness = {}
-    for scheme in ("light", "dark"):
-        page = visit(server.url, width, scheme).page
-        brightness[scheme] = [
-            page.evaluate(
-                "name => getComputedStyle(document.body)[name].match(/[0-9]+/g).slice(0, 3)"
-                ".reduce((sum, value) => sum + Number(value), 0) / 3",
-                name,
-            )
-            for name in ("color", "backgroundColor")
-        ]
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-    (light_text, light_page), (dark_text, dark_page) = brightness["light"], brightness["dark"]
-    assert light_page - light_text > 128
-    assert dark_text - dark_page > 128

@@ -31,22 +31,6 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-def test_whole_answers_streams_and_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
-    options: Any = {"model": MODEL, "messages": USER, "max_completion_tokens": 20, "temperature": 0}
-    reply = client.chat.completions.create(**options)
-    assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("length", 20)
-    assert reply.usage.prompt_tokens_details is not None
-    assert reply.metrics["speculative_decoding"]["num_spec_tokens"] == K
-    *chunks, last = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
-    assert text == reply.choices[0].message.content
-    assert (last.choices, last.usage.completion_tokens) == ([], 20)
-    guided = client.chat.completions.create(model=MODEL, messages=USER, extra_body={"guided_choice": ["yes"]})
-    assert guided.choices[0].message.content == "yes"
-
-
 def test_errors_are_the_clients_own(server: Running, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="tools are not supported") as refused:
         client.chat.completions.create(

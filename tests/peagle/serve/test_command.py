@@ -12,9 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from peagle.base import interrupt
 from peagle.cli import main
-from peagle.cli.display import Display
 from peagle.cli.serve import allowed_hosts, check_allowed_origin
 from peagle.engine.host.executor import Executor
 from peagle.serve.server import Server, ServerOptions, listen, on_loopback
@@ -70,26 +68,6 @@ def test_it_says_what_it_serves_answers_and_ends_well(
     assert "memory besides the weights: " in said
     assert "ready: http://127.0.0.1:" in said
     assert '"completion_tokens": 5' in said
-
-
-@pytest.mark.parametrize("number", interrupt.SIGNALS)
-def test_each_signal_lets_it_end_well(started: Callable[..., int], number: int) -> None:
-    assert started(lambda _: None, "-k", "0", "--slots", "1", "--context", "128", number=number) == 0
-
-
-def test_its_start_has_one_progress_with_the_time_left(
-    started: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each part compiles for a sort of requests; from the second on, the parts before say how long it will take."""
-    shown: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Display, "begin_run", lambda _, *far, unit="run": shown.append((*far, unit)))
-    assert started(lambda _: None, "-k", "0", "--slots", "1", "--context", "128") == 0
-    assert [(what, done, total, unit) for what, done, total, _, unit in shown] == [
-        ("compiling", done, 3, "part") for done in range(3)
-    ]
-    times = [left_s for *_, left_s, _ in shown]
-    assert times[0] is None
-    assert all(left_s > 0 for left_s in times[1:])
 
 
 def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Path) -> None:

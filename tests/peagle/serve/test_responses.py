@@ -210,18 +210,6 @@ def test_an_answer_that_the_limit_cuts_is_incomplete(saying: Making) -> None:
         assert response.output[-1].status == "incomplete"
 
 
-def test_a_failure_in_a_stream_is_an_event(saying: Making) -> None:
-    service = saying((BODY, SAYS))
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("the device is gone")
-
-    service.loop.engine.executor.prefill = broken  # type: ignore[method-assign, assignment]
-    first, *_, last = stream(client_of(service), RESPONSES, BODY)
-    assert (first["type"], last["type"]) == ("response.created", "response.failed")
-    assert "the device is gone" in last["response"]["error"]["message"]
-
-
 def test_parameters_reach_the_engine(client: TestClient) -> None:
     """Over the toy target, whose answers a temperature changes."""
 
@@ -265,16 +253,6 @@ def test_the_format_of_the_text_binds_the_final_message_as_in_a_chat(
     assert response["output"][-1]["content"][0]["text"] == choice["message"]["content"]
     assert response["text"]["format"] == of_response
     assert (choice["message"]["content"] == JSON) == (schema is None)
-
-
-def test_an_agent_with_an_output_type_may_force_a_tool(saying: Making) -> None:
-    """As the Agents SDK asks: a call by tool_choice, and the format of the text that follows its result."""
-    form = {"format": {"type": "json_schema", "name": "out", "strict": True, "schema": OBJECT}}
-    body = {**TOOLS, "tool_choice": "required", "text": form}
-    response = answer(client_of(saying((body, '{"city": "x"}<|call|>'))), RESPONSES, body)
-    (item,) = response["output"]
-    assert (item["type"], item["arguments"]) == ("function_call", '{"city": "x"}')
-    assert response["text"]["format"] == form["format"]
 
 
 @pytest.mark.parametrize("parallel", [True, False])

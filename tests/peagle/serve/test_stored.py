@@ -10,10 +10,8 @@ import openai
 import pytest
 
 from peagle.engine.request import Request
-from peagle.serve import response_chat
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.http import TOKENS_OF_A_MESSAGE
-from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import ResponseStore, StoredItem
 from peagle.text.tokenizer import detokenize
@@ -272,23 +270,6 @@ def test_kept_items_have_no_more_bytes_than_a_body_each_time_they_are_named(sayi
     assert "; expected at most 10000, as of a body: name fewer" in told
     answer(client_of(service), RESPONSES, {"input": once, "previous_response_id": first["id"]})
     refused_as_too_much(service, input=twice, previous_response_id=first["id"])
-
-
-def test_a_reference_that_comes_again_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[bytes] = []
-
-    class Counting:
-        def validate_json(self, data: bytes) -> Any:
-            read.append(data)
-            return item_type.validate_json(data)
-
-    item_type = response_chat.ITEM
-    monkeypatch.setattr(response_chat, "ITEM", Counting())
-    item = StoredItem.of({"type": "message", "role": "user", "id": "msg_1", "content": "hello"})
-    body = ResponsesBody.model_validate({"input": [reference({"id": "msg_1"})] * 5})
-    chat = response_chat.as_chat(body, response_chat.PastItems(references={"msg_1": item}))
-    assert [message.content for message in chat.body.messages] == ["hello"] * 5
-    assert len(read) == 1
 
 
 @pytest.mark.parametrize("kind", ["previous", "reference"])

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -393,17 +393,6 @@ def test_arguments_follow_the_schema_whatever_the_model_would_write(
         assert is_a_trip(arguments)
 
 
-def test_a_format_of_texts_does_not_hold_a_call_that_must_be(saying: Making) -> None:
-    """But it holds the text of the next turn, where the model may answer."""
-    history = [*USER, *calls(NOON)]
-    client = client_of(saying((BODY, "x"), ({**BODY, "messages": history}, "<|channel|>final<|message|>y<|return|>")))
-    for choice in ("required", {"type": "custom", "custom": {"name": "patch"}}):
-        body = {**BODY, "tool_choice": choice, "response_format": FORMAT, "max_tokens": 9}
-        assert answer(client, CHAT, body)["choices"][0]["message"]["content"] in (None, "")
-    body = {**BODY, "messages": history, "response_format": FORMAT}
-    assert answer(client, CHAT, body)["choices"][0]["message"]["content"] == '"x"'
-
-
 @pytest.mark.parametrize("written", ["<|channel|>final<|message|>so {!<|return|>", THINKS + CALLS])
 def test_beside_a_strict_function_answers_and_other_calls_are_free(saying: Making, written: str) -> None:
     """The model may answer, and call what is not strict, as without the strict function."""
@@ -530,24 +519,6 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
             assert f"{most + 1} messages, calls and parts are given; expected at most {most}" in error["message"]
             assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
     assert error_of(agent.post(RESPONSES, json={"input": many["messages"]}))["param"] == "input"
-
-
-class Counting(list[Any]):
-    """A list that counts how often it is gone through."""
-
-    count = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.count += 1
-        return super().__iter__()
-
-
-def test_calls_are_gone_through_no_more_often_for_more_results() -> None:
-    message, *results = map(ChatMessage.model_validate, calls(*((str(number), "{}", "x") for number in range(200))))
-    counting = Counting(message.tool_calls)
-    object.__setattr__(message, "tool_calls", counting)
-    assert len(template_messages([message, *results])) == 2 * 200
-    assert counting.count <= 3
 
 
 def test_more_calls_than_a_template_renders_soon_are_refused() -> None:

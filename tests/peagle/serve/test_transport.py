@@ -35,14 +35,6 @@ Make = Callable[..., SharedState]
 # --- connections ------------------------------------------------------------------------------------------------------
 
 
-def test_an_idle_connection_is_kept_for_75_seconds_by_default_and_as_long_as_is_said(make: Make) -> None:
-    """Longer than the minute after which clients with pools give their connections up."""
-    assert ServerOptions().keep_alive_s == 75
-    with running(make(), keep_alive_s=1) as server, server.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert received(connection).count(b"200 OK") == 1
-
-
 def test_a_client_that_reads_nothing_of_its_replies_loses_its_connection(make: Make) -> None:
     service = make()
     many = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000  # their replies are more than sockets hold

@@ -3,11 +3,10 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,19 +26,13 @@ from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.response_chat import as_chat
 from peagle.serve.responses import ResponsesFormatter
 from peagle.text.tokenizer import Tokenizer, detokenize
-from tests.support.harmony import CALL, RETURN, USER, says
-from tests.support.pairs import SPECIALS
+from tests.support.harmony import CALL, RETURN, USER
 from tests.support.servers import (
-    CHAT,
     HARMONY_SPECIALS,
     MODEL,
-    RESPONSES,
     K,
-    answer,
     chat_of,
-    client_of,
     events_of,
-    stream,
 )
 
 INPUT = '{"input": "d\\u00e9j\\u00e0"}'
@@ -304,44 +297,3 @@ def test_an_answer_cut_off_in_its_reasoning_has_no_content(harmony: Tokenizer) -
     message = choice["message"]
     assert (message["content"], message["reasoning"], choice["finish_reason"]) == ("", "Hm", "length")
     assert (streamed["content"], streamed["reasoning"], streamed["finish_reason"]) == ("", "Hm", "length")
-
-
-CONTENT = "Ich sehe nach.東京 so viel, größer 🎉\n"
-
-
-@pytest.fixture(scope="module")
-def scripted(harmony: Tokenizer) -> Iterator[Any]:
-    """A client of a server that thinks, and answers in two messages."""
-    service = says(harmony, ({"messages": USER}, "".join((MESSAGES[0], MESSAGES[1], MESSAGES[6])) + "<|return|>"))
-    yield client_of(service)
-    service.loop.close()
-
-
-@pytest.mark.parametrize(
-    ("stop", "text"), [([], CONTENT), (["\n"], CONTENT[:-1]), (["viel, größer?"], CONTENT), (["größ"], CONTENT[:26])]
-)
-def test_log_probabilities_are_the_contents(scripted: Any, stop: list[str], text: str) -> None:
-    """Over HTTP, whole with drafts and in a stream without: of no control token, header, reasoning or stop string."""
-    body = {"messages": USER, "temperature": 0, "logprobs": True, "top_logprobs": 1, "stop": stop}
-    (choice,) = answer(scripted, CHAT, body)["choices"]
-    streamed = chat_of(stream(scripted, CHAT, {**body, "speculative": {"num_speculative_tokens": 0}}))
-    assert choice["message"]["content"] == streamed["content"] == text
-    assert choice["logprobs"]["content"] == streamed["logprobs"]
-    assert is_aligned(text, streamed["logprobs"], stopped=text != CONTENT)
-    assert not {entry["token"] for entry in streamed["logprobs"]} & {*SPECIALS, "final"}
-
-
-def test_log_probabilities_of_a_response_are_its_texts(scripted: Any) -> None:
-    body: dict[str, Any] = {"input": "hello", "temperature": 0}
-    asks = {**body, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    for output in (
-        answer(scripted, RESPONSES, asks)["output"],
-        stream(scripted, RESPONSES, asks)[-1]["response"]["output"],
-    ):
-        parts = [item["content"][0] for item in output if item["type"] == "message"]
-        assert [part["text"] for part in parts] == ["Ich sehe nach.", CONTENT[14:]]
-        for part in parts:
-            assert joined(part["logprobs"]).decode() == part["text"]
-            assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
-    without = answer(scripted, RESPONSES, body)["output"]
-    assert all(not item["content"][0]["logprobs"] for item in without if item["type"] == "message")

@@ -226,16 +226,6 @@ def test_a_key_that_has_no_effect_is_named_once_with_its_count(tmp_path: Path) -
     )
 
 
-def test_options_that_rows_override_are_named(directories: Directories, tmp_path: Path) -> None:
-    path = lines(tmp_path / "rows.jsonl", {"prompt": "a", "system": "S"}, {"prompt": "a"}, {"prompt_ids": [1]})
-    assert read_prompts(path, directories.target, Rendering(), strict=False).warnings == ()
-    rendering = Rendering(system="T", reasoning_effort="low")
-    assert read_prompts(path, directories.target, rendering, strict=False).warnings == (
-        "rows: 1 row of token ids, which are taken as they are, without --system and --reasoning-effort",
-        "rows: 1 row with a system text of their own, which --system does not replace",
-    )
-
-
 @pytest.mark.parametrize(
     ("template", "read"), [("{{ tools }}{{ messages }}", True), ("{{ messages }}", False)]
 )  # fmt: skip

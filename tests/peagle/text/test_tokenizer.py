@@ -56,13 +56,6 @@ def test_bytes_that_are_no_character_come_out_as_the_standard_decoder_has_them(d
     assert "".join(pieces) + detokenizer.flush() == bytes(data).decode(errors="replace")
 
 
-def test_an_incomplete_character_is_held_back_and_flushed_once() -> None:
-    detokenizer = Detokenizer(ByteTokenizer())
-    assert [detokenizer.add([byte]) for byte in "é".encode()[:1]] == [""]
-    assert detokenizer.flush() == "�"
-    assert detokenizer.flush() == ""
-
-
 def test_every_token_is_looked_at_once() -> None:
     tokenizer = ByteTokenizer()
     detokenizer = Detokenizer(tokenizer)
@@ -137,10 +130,6 @@ def test_the_template_gets_a_fixed_date_and_the_effort(tokenizer: Tokenizer) -> 
     messages = chat_messages(["Hi"], [], "Be brief.")
     other = rendered(tokenizer, messages, date="2031-02-28", reasoning_effort="high")
     assert "Today: 2031-02-28 Reasoning: high<|end|><|start|>system<|message|>Be brief.<|end|>" in other
-
-
-def test_special_tokens_of_the_template_are_one_token_each(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode_chat(HI)[0] == SPECIALS.index("<|start|>")
 
 
 def test_the_history_alternates_and_ends_with_the_last_turn(tokenizer: Tokenizer) -> None:
