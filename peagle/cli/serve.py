@@ -41,7 +41,7 @@ LOADED = (
 DEMO_NAME = "peagle-demo"
 FAILED = 1  # exit code
 RESPONSE_TTL_S = 86_400  # a stored response is dropped after its last use
-ANY_ORIGIN = "*"  # as in peagle.serve.http, which imports pydantic
+ANY_ORIGIN = "*"  # as in peagle.serve.access, which imports FastAPI
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ def serve(settings: Serve) -> int:
     with require_extra("serving needs", "serve"):
         from peagle.serve.app import create_app
         from peagle.serve.engine_loop import EngineLoop
+        from peagle.serve.request_log import RequestLog
         from peagle.serve.server import Server, ServerOptions, listen
         from peagle.serve.shared_state import SharedState
         from peagle.serve.stored import RESPONSE_OPTIONS, ResponseStore
@@ -132,7 +133,7 @@ def serve(settings: Serve) -> int:
             keys,
             origins=settings.allow_origin,
             hosts=allowed_hosts(settings.host, keys, settings.allow_origin),
-            log=None if settings.quiet else _request_log(),
+            log=RequestLog(None if settings.quiet else _logger()),
             responses=ResponseStore(settings.response_store, RESPONSE_TTL_S, RESPONSE_OPTIONS),
         )
         options = ServerOptions(
@@ -262,7 +263,7 @@ def _describe(pair: "Pair", engine: "AnyEngine", doing: str) -> list[str]:
     ]
 
 
-def _request_log() -> logging.Logger:
+def _logger() -> logging.Logger:
     """Return a log on standard error, with one JSON line per request."""
     logger = logging.getLogger("peagle.serve")
     logger.setLevel(logging.INFO)

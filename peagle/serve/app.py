@@ -1,8 +1,8 @@
 """The routes of OpenAI's HTTP interface over one engine.
 
-http.py reads and checks a body (bodies.py). request_builder.py makes the engine's requests of it, and engine_loop.py
-runs them. generation.py reads their answers; chat.py, completions.py and responses.py write a reply or
-server-sent events.
+request_body.py reads and checks a body (bodies.py), request_builder.py makes the engine's requests of it,
+engine_loop.py runs them, and generation.py reads their answers. chat.py, completions.py and responses.py write a reply
+or server-sent events.
 """
 
 import dataclasses
@@ -19,23 +19,12 @@ from starlette.requests import ClientDisconnect
 
 from peagle.base.errors import InputError
 from peagle.serve import chat, completions, responses
+from peagle.serve.access import Sites, check_host, check_key, check_origin
 from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from peagle.serve.chat_page import HEADERS, PAGE
 from peagle.serve.engine_loop import LOADING_RETRY_S
 from peagle.serve.errors import ApiError
 from peagle.serve.generation import Generation
-from peagle.serve.http import (
-    REQUEST_ID,
-    EventStream,
-    JsonReply,
-    Sites,
-    Transport,
-    check_host,
-    check_key,
-    check_origin,
-    read_body,
-    until_disconnect,
-)
 from peagle.serve.replies import (
     ChatCompletion,
     Completion,
@@ -50,9 +39,11 @@ from peagle.serve.replies import (
     Tokenized,
     TokenizerInfo,
 )
+from peagle.serve.request_body import read_body
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import StoredResponse
+from peagle.serve.transport import REQUEST_ID, EventStream, JsonReply, Transport, until_disconnect
 
 LOGGED_REFUSALS = (429, 503)  # statuses of refusals under load, which the log counts
 LONGEST_HINTED = 200  # characters of a path that is compared with the routes
@@ -116,10 +107,10 @@ def create_app(shared: SharedState) -> fastapi.FastAPI:
 
     def authorised(request: fastapi.Request) -> None:
         check_host(request, shared.hosts)
-        check_origin(request, shared.origins, shared.note_refused_site)
+        check_origin(request, shared.origins, shared.log.refused_site)
         request.state.owner = check_key(request, shared.keys)
 
-    app.add_middleware(Sites, origins=shared.origins, refused=shared.note_refused_site)
+    app.add_middleware(Sites, origins=shared.origins, refused=shared.log.refused_site)
     app.add_middleware(Transport, metrics=shared.metrics)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
@@ -163,7 +154,7 @@ def _add_model_routes(router: fastapi.APIRouter, shared: SharedState) -> None:
             shared.finish(generation, path, request.state.request_id)
 
         if generation.stream:
-            return EventStream(generation.events(), finish, shared.unsent)
+            return EventStream(generation.events(), finish, shared.metrics, shared.max_unsent)
         try:
             return JsonReply(await until_disconnect(request.receive, generation.reply()))
         finally:
@@ -295,7 +286,7 @@ def _handle_errors(app: fastapi.FastAPI, shared: SharedState) -> None:
             error = ApiError(error.status_code, f"{where[:200]}: {error.detail}{hint}")
         error = ApiError.of(error)
         if error.status in LOGGED_REFUSALS:
-            shared.refusals.add(error.status)
+            shared.log.refused(error.status)
         return JsonReply(error.body(), error.status, error.headers() | {REQUEST_ID: request.state.request_id})
 
     for kind in (ApiError, InputError, HTTPException, ClientDisconnect, Exception):

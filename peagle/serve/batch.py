@@ -28,7 +28,7 @@ from peagle.base.settings import brief
 from peagle.base.strict_json import dumps
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.errors import ApiError
-from peagle.serve.http import read_json
+from peagle.serve.request_body import read_json
 from peagle.serve.shared_state import SharedState
 
 POLL_S = 0.1  # between checks for Ctrl-C

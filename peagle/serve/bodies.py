@@ -63,7 +63,7 @@ BY_TYPE, LIST_OR_TEXT, OBJECT_OR_TEXT = map(Discriminator, (type_tag, list_or_te
 
 
 class Body(pydantic.BaseModel):
-    """An object of a body. Tags of unions stand in brackets, to tell them from fields (see `http._refusal`).
+    """An object of a body. Tags of unions stand in brackets, to tell them from fields (see `request_body._refusal`).
 
     cures: what to send instead of an unsupported field, without which the model would not read what the client means.
     """

@@ -27,7 +27,7 @@ async def start(shared: SharedState, body: ChatBody, _owner: str = "") -> Genera
         token_origins=body.return_token_origins,
         options=body.stream_options or StreamOptions(),
     )
-    shared.log_once(*notes(body))
+    shared.log.note(*notes(body))
     return shared.generation(body, formatter, requests, channels=True)
 
 

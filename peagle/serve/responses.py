@@ -13,8 +13,8 @@ from peagle.serve.bodies import Body
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import ChannelFormatter, figures, usage
 from peagle.serve.generation import Generation
-from peagle.serve.http import check_messages, count_parts
 from peagle.serve.replies import ResponseEvent, ResponseUsage
+from peagle.serve.request_body import check_messages, count_parts
 from peagle.serve.request_builder import notes
 from peagle.serve.response_bodies import (
     Item,
@@ -47,7 +47,7 @@ async def start(shared: SharedState, body: ResponsesBody, owner: str = "") -> Ge
         one_call=not body.parallel_tool_calls,
         keep=await _keeper(shared, body, past, owner),
     )
-    shared.log_once(*chat.notes, *notes(chat.body))
+    shared.log.note(*chat.notes, *notes(chat.body))
     return shared.generation(chat.body, formatter, requests, channels=True)
 
 

@@ -17,8 +17,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from peagle.base import interrupt
 from peagle.base.errors import InputError
+from peagle.serve.access import is_loopback
 from peagle.serve.engine_loop import EngineLoop
-from peagle.serve.http import is_loopback
 
 AFTER_DEADLINE_S = 5  # to send the errors before connections are cut
 DEADLINE = "the server is shutting down, and this answer was not complete in time"

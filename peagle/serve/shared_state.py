@@ -1,33 +1,30 @@
-"""State that all routes share: the engine's loop, the request builder, limits, metrics and logs."""
+"""State that all routes share: the engine's loop, the request builder, limits, metrics and the log."""
 
 import asyncio
 import concurrent.futures
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from peagle.base.settings import brief
-from peagle.base.strict_json import dumps
 from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.serve.bodies import Sampled
 from peagle.serve.engine_loop import EngineLoop, Loop
 from peagle.serve.errors import ApiError
-from peagle.serve.formatter import Formatter, pooled, usage
+from peagle.serve.formatter import Formatter
 from peagle.serve.generation import Generation
-from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
 from peagle.serve.metrics import Metrics
 from peagle.serve.replies import Health, ModelCard
+from peagle.serve.request_body import BodyT, parse
 from peagle.serve.request_builder import RequestBuilder
+from peagle.serve.request_log import RequestLog
 from peagle.serve.stored import ResponseStore
 from peagle.serve.structured import constraint_field
 
 POLL_S = 0.02
-MOST_NOTES = 1000  # different lines of `log_once`: clients make some of them
 GRAMMAR_PATIENCE_S = 10.0  # time to compile a grammar, and to wait for those of other requests
 T = TypeVar("T")
 
@@ -43,22 +40,18 @@ class SharedState:
     max_body: int = 4_000_000  # bytes; also of the kept items that a body names
     origins: Sequence[str] = ()  # sites whose pages may use the routes
     hosts: Sequence[str] | None = None  # names, besides loopback's, by which clients may address the server; None: any
-    log: logging.Logger | None = None  # gets a JSON line for each request
+    log: RequestLog = field(default_factory=RequestLog)
     created: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(default_factory=ResponseStore)
     max_unsent: int = 4_000_000  # bytes of a stream that may wait for its client, or the stream ends
     metrics: Metrics = field(init=False)
-    unsent: Unsent = field(init=False)
-    refusals: Refusals = field(init=False)
     _tokenizer_thread: concurrent.futures.ThreadPoolExecutor = field(  # one: tokenizers are not thread-safe
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
     )
     _compiling: bool = False  # a grammar
-    _noted: set[str] = field(default_factory=set)  # logged lines
 
     def __post_init__(self) -> None:
-        self.metrics, self.refusals = Metrics(self.loop, self.model), Refusals(self.log)
-        self.unsent = Unsent(self.metrics.unsent, self.metrics.cut, self.max_unsent)
+        self.metrics = Metrics(self.loop, self.model)
 
     async def in_tokenizer_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that encodes, or that takes long for a large body, outside of the event loop."""
@@ -86,14 +79,14 @@ class SharedState:
             message = f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
             raise ApiError(400, message, field) from None
         for keyword in () if grammar is None else grammar.left_out:
-            self.log_once(f"the schema keyword {keyword} is not supported: schemas that are not strict lose it")
+            self.log.note(f"the schema keyword {keyword} is not supported: schemas that are not strict lose it")
         return grammar
 
     def _end_compiling(self, _: concurrent.futures.Future[Any]) -> None:
         self._compiling = False
 
     async def parse(self, kind: type[BodyT], body: bytes) -> BodyT:
-        """Parse a body outside of the event loop (see `http.parse`). Raises ApiError for another model."""
+        """Parse a body outside of the event loop (see `request_body.parse`). Raises ApiError for another model."""
         parsed = await self.in_tokenizer_thread(parse, kind, body, self.builder.context)
         self.check_model(parsed.model)
         return parsed
@@ -147,37 +140,10 @@ class SharedState:
             health |= {"kv_cache_tokens": use.num_tokens, "kv_cache_usage": round(use.held_frac, 4)}
         return health
 
-    def log_once(self, *lines: str) -> None:
-        """Log these lines, each once in the life of the server."""
-        for line in lines:
-            if self.log is not None and line not in self._noted and len(self._noted) < MOST_NOTES:
-                self._noted.add(line)
-                self.log.info(dumps({"time": utc_now(), "note": line}))
-
-    def note_refused_site(self, origin: str) -> None:
-        self.log_once(f"a page of {brief(origin)} was refused; --allow-origin lets the pages of a site in")
-
     def finish(self, generation: Generation, path: str, request_id: str = "") -> None:
-        """End the requests of a reply, and log them. Prompts and answers are not logged."""
+        """End the requests of a reply, and log them."""
         generation.close()
-        if self.log is None:
-            return
-        results = generation.results()
-        counted, first = usage(results), results[0]
-        line = {
-            "time": utc_now(),
-            "id": generation.formatter.id,
-            "request_id": request_id,
-            "path": path,
-            "prompt_tokens": counted["prompt_tokens"],
-            "cached_tokens": counted["prompt_tokens_details"]["cached_tokens"],
-            "completion_tokens": counted["completion_tokens"],
-            "finish_reasons": [result.finish_reason or "abort" for result in results],
-            "ttft_s": first.ttft_s,
-            "seconds": time.perf_counter() - first.started_s,
-            "acceptance_length": pooled(results).acceptance_length,
-        }
-        self.log.info(dumps(line))
+        self.log.answered(generation, path, request_id)
 
 
 def in_daemon(function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:

@@ -10,7 +10,7 @@ from typing import Any
 from peagle.base.settings import brief
 from peagle.base.strict_json import dumps
 from peagle.serve.errors import ApiError
-from peagle.serve.http import count_parts
+from peagle.serve.request_body import count_parts
 
 OVERHEAD = 600  # bytes of an item or a response in memory, besides its JSON and its id
 POINTER = 8  # bytes
@@ -26,7 +26,7 @@ class StoredItem:
 
     id: str
     data: bytes
-    num_parts: int  # see `http.count_parts`
+    num_parts: int  # see `request_body.count_parts`
     uses: int = 0
 
     @classmethod

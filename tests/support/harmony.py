@@ -14,7 +14,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.serve.bodies import ChatBody
-from peagle.serve.http import parse
+from peagle.serve.request_body import parse
 from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.response_chat import as_chat

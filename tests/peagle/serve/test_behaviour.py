@@ -82,7 +82,7 @@ def test_a_client_that_leaves_the_queue_or_the_midst_of_its_answer_leaks_nothing
 
 
 def test_a_body_that_never_ends_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.serve.http.BODY_PATIENCE_S", 0.05)
+    monkeypatch.setattr("peagle.serve.request_body.BODY_PATIENCE_S", 0.05)
     with running(make()) as server:
         reply = received_until(send(server, cut=5), b"}")
     assert b"408 Request Timeout" in reply

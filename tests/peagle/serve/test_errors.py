@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from peagle.serve.bodies import ChatBody, CompletionBody
 from peagle.serve.field_names import NEUTRAL
+from peagle.serve.request_log import RequestLog
 from peagle.serve.response_bodies import ResponsesBody
 from tests.support.servers import CHAT, COMPLETIONS, RESPONSES, answer, client_of, error_of, has_its_type
 
@@ -321,7 +322,7 @@ def test_values_that_change_nothing_are_taken(client: TestClient, path: str) -> 
 
 
 def test_requests_are_logged_without_what_they_say(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    client = client_of(make(log=logging.getLogger("requests")))
+    client = client_of(make(log=RequestLog(logging.getLogger("requests"))))
     with caplog.at_level(logging.INFO, "requests"):
         client.post(COMPLETIONS, json={"prompt": "secret words", "max_tokens": 3})
     (message,) = caplog.messages
@@ -396,7 +397,7 @@ def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
 def test_a_site_that_is_refused_leaves_one_line_in_the_log(
     make: Any, origins: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = client_of(make(origins=origins, log=logging.getLogger("sites")))
+    client = client_of(make(origins=origins, log=RequestLog(logging.getLogger("sites"))))
     access = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
     with caplog.at_level(logging.INFO, "sites"):
         for _ in range(2):

@@ -10,6 +10,7 @@ import pydantic
 import pytest
 from fastapi.testclient import TestClient
 
+from peagle.serve.request_log import RequestLog
 from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import Tokenizer
 from tests.support.harmony import USER, called, final, instructed, said, thought
@@ -351,7 +352,7 @@ def test_codex_calls_its_tools(saying: Making, prompt: Prompt, argument: str, ca
     assert [name in text for name in ("shell = ", "apply_patch = ", "plan = ", "web", "image")] == [True] * 3 + [
         False
     ] * 2
-    client = client_of(saying((body, THINKS + plans + patches), log=logging.getLogger("notes")))
+    client = client_of(saying((body, THINKS + plans + patches), log=RequestLog(logging.getLogger("notes"))))
     with caplog.at_level(logging.INFO, "notes"):
         events, _ = stream(client, RESPONSES, body), stream(client, RESPONSES, body)
     assert [json.loads(message)["note"] for message in caplog.messages if '"note"' in message] == [  # each once

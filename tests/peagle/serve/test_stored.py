@@ -11,7 +11,7 @@ import pytest
 
 from peagle.engine.request import Request
 from peagle.serve.app import ENDPOINTS
-from peagle.serve.http import TOKENS_OF_A_MESSAGE
+from peagle.serve.request_body import TOKENS_OF_A_MESSAGE
 from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import ResponseStore, StoredItem
 from peagle.text.tokenizer import detokenize

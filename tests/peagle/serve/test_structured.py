@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from peagle.engine.grammar import Grammar
 from peagle.pair import Pair
 from peagle.serve.bodies import ChatBody, CompletionBody
-from peagle.serve.http import parse
+from peagle.serve.request_body import parse
+from peagle.serve.request_log import RequestLog
 from peagle.serve.structured import grammar_of
 from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import STOP, toy_pair
@@ -121,7 +122,7 @@ LACKING = {"enum": ["yes", "no"], "if": {"const": "no"}, "then": False}  # a key
 def test_unsupported_keyword_is_dropped_and_logged_unless_strict(
     make: Any, alone: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = client_of(make(log=logging.getLogger("notes")))
+    client = client_of(make(log=RequestLog(logging.getLogger("notes"))))
     schema = {"name": "n", "schema": LACKING}
     body = options_of(ending(alone), response_format={"type": "json_schema", "json_schema": schema})
     with caplog.at_level(logging.INFO, "notes"):

@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 from peagle.serve import responses
 from peagle.serve.bodies import Body, ChatMessage
 from peagle.serve.errors import ApiError
+from peagle.serve.request_log import RequestLog
 from peagle.serve.shared_state import SharedState
 from peagle.serve.tools import MOST_CALLS, template_messages
 from peagle.text.tokenizer import Tokenizer, detokenize
@@ -211,7 +212,7 @@ EFFORTS |= {"xhigh": "high", "max": "high"}
 def test_efforts_that_the_model_does_not_know_are_the_next_ones(
     prompt: Prompt, saying: Making, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = client_of(saying(log=logging.getLogger("notes")))
+    client = client_of(saying(log=RequestLog(logging.getLogger("notes"))))
     with caplog.at_level(logging.INFO, "notes"):
         for effort, known in EFFORTS.items():
             assert f"\nReasoning: {known}\n" in prompt(messages=USER, reasoning_effort=effort)

@@ -9,7 +9,6 @@ import re
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +20,13 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from peagle.serve.app import create_app
-from peagle.serve.http import EventStream, Refusals, Unsent
+from peagle.serve.metrics import Metrics
+from peagle.serve.request_log import RequestLog
 from peagle.serve.server import Connection, ServerOptions
 from peagle.serve.shared_state import SharedState
-from tests.support.running import Gate, eventually, received, running
-from tests.support.servers import CHAT, RESPONSES, SLOTS, client_of, error_of, values
+from peagle.serve.transport import EventStream
+from tests.support.running import eventually, received, running
+from tests.support.servers import CHAT, RESPONSES, client_of, error_of, values
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 5, "temperature": 0}
@@ -107,9 +108,15 @@ class Client:
             self.complete = not message["more_body"]
 
 
-def unsent_of(registry: CollectorRegistry | None = None, **options: Any) -> Unsent:
-    registry = registry or CollectorRegistry()
-    return Unsent(Gauge("size", "", registry=registry), Counter("cut", "", registry=registry), **options)
+def metrics_of(registry: CollectorRegistry) -> Metrics:
+    """Make the metrics of streams alone."""
+    metrics = object.__new__(Metrics)
+    metrics.unsent, metrics.cut = Gauge("size", "", registry=registry), Counter("cut", "", registry=registry)
+    return metrics
+
+
+def stream_of(events: AsyncGenerator[str, None], close: Callable[[], None] = lambda: None) -> EventStream:
+    return EventStream(events, close, metrics_of(CollectorRegistry()), 1000)
 
 
 def test_a_stream_that_nobody_reads_ends_its_requests_and_says_why(make: Make) -> None:
@@ -152,8 +159,7 @@ def test_unsent_bytes_are_counted_until_read_or_abandoned() -> None:
 
     async def run() -> None:
         registry, client, closed = CollectorRegistry(), Client(reads=False), list[int]()
-        unsent = unsent_of(registry, most=1000)
-        stream = EventStream(events(), lambda: closed.append(1), unsent)
+        stream = EventStream(events(), lambda: closed.append(1), metrics_of(registry), 1000)
         replying = asyncio.ensure_future(stream({}, client.receive, client.send))
         while registry.get_sample_value("size") != len(b"data: b\n\n"):  # the first is being sent
             await asyncio.sleep(0)
@@ -164,8 +170,9 @@ def test_unsent_bytes_are_counted_until_read_or_abandoned() -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_stream_without_an_event_is_kept_open_by_comments() -> None:
+def test_a_stream_without_an_event_is_kept_open_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proxies and clients give up what is silent: a request waits for its slot, or its prompt is long."""
+    monkeypatch.setattr("peagle.serve.transport.SILENCE_S", 0.01)
     told = asyncio.Event()
 
     async def events() -> AsyncGenerator[str, None]:
@@ -174,8 +181,7 @@ def test_a_stream_without_an_event_is_kept_open_by_comments() -> None:
 
     async def run() -> bytes:
         client = Client(reads=True)
-        stream = EventStream(events(), lambda: None, unsent_of(most=1000, silence_s=0.01))
-        replying = asyncio.ensure_future(stream({}, client.receive, client.send))
+        replying = asyncio.ensure_future(stream_of(events())({}, client.receive, client.send))
         while client.body.count(b": waiting\n\n") < 2:
             await asyncio.sleep(0.01)
         told.set()
@@ -184,7 +190,6 @@ def test_a_stream_without_an_event_is_kept_open_by_comments() -> None:
         return client.body
 
     assert asyncio.run(asyncio.wait_for(run(), 60)).replace(b": waiting\n\n", b"") == b"data: a\n\n"
-    assert unsent_of(most=1).silence_s == 10
 
 
 def test_a_stream_that_fails_on_its_own_is_not_complete() -> None:
@@ -195,7 +200,7 @@ def test_a_stream_that_fails_on_its_own_is_not_complete() -> None:
     async def run() -> None:
         client, closed = Client(reads=True), list[int]()
         with pytest.raises(RuntimeError, match="a fault"):
-            await EventStream(events(), lambda: closed.append(1), unsent_of(most=9))({}, client.receive, client.send)
+            await stream_of(events(), lambda: closed.append(1))({}, client.receive, client.send)
         assert (client.body, client.complete, closed) == (b"data: a\n\n", False, [1])
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -273,7 +278,7 @@ def test_a_path_with_another_start_is_refused_with_the_one_that_was_meant(client
 
 
 def test_each_reply_has_the_id_of_its_request(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    service = make(log=logging.getLogger("ids"))
+    service = make(log=RequestLog(logging.getLogger("ids")))
     client = client_of(service)
     with caplog.at_level(logging.INFO, "ids"):
         reply = client.post(PATH, json=BODY, headers={"X-Request-Id": "mine-1/e"})
@@ -306,35 +311,19 @@ def test_an_encoded_body_is_refused_by_its_encoding(client: TestClient) -> None:
         assert client.post(path, json={}, headers={"Content-Encoding": "identity"}).status_code == 400
 
 
-def test_refusals_for_want_of_room_are_counted_and_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    service = make(max_queue=0, log=logging.getLogger("refusals"))
-    gate = Gate(service)
-    with running(service) as server, ThreadPoolExecutor() as pool, caplog.at_level(logging.INFO, "refusals"):
-        gate.close()
-        answers = [pool.submit(httpx.post, server.url + PATH, json=BODY, timeout=60) for _ in range(SLOTS)]
-        eventually(lambda: service.loop.num_open == SLOTS)
-        assert {httpx.post(server.url + PATH, json=BODY).status_code for _ in range(9)} == {429}
-        assert '"refused": {"429": 1}' in caplog.messages[0]
-        gate.open()
-        assert [answer.result().status_code for answer in answers] == [200] * SLOTS
-    text = service.metrics.text().decode()
-    assert 'http_requests_total{handler="/v1/completions",method="POST",status="4xx"} 9.0' in text
-    assert f'http_requests_total{{handler="/v1/completions",method="POST",status="2xx"}} {SLOTS}.0' in text
-
-
 def test_many_refusals_are_a_line_at_once_and_one_after_each_pause(caplog: pytest.LogCaptureFixture) -> None:
     def logged() -> list[Any]:
         return [json.loads(message)["refused"] for message in caplog.messages]
 
     async def run() -> None:
-        refusals = Refusals(logging.getLogger("refusals"), pause_s=0.01)
+        log = RequestLog(logging.getLogger("refusals"), pause_s=0.01)
         for status in (429, 429, 503, 429):
-            refusals.add(status)
+            log.refused(status)
         assert logged() == [{"429": 1}]
         while len(logged()) < 2:
             await asyncio.sleep(0.01)
         assert logged()[1] == {"429": 2, "503": 1}
-        refusals.add(429)
+        log.refused(429)
         while len(logged()) < 3:
             await asyncio.sleep(0.01)
         assert logged()[2] == {"429": 1}

@@ -20,8 +20,8 @@ from peagle.serve.completions import CompletionFormatter
 from peagle.serve.engine_loop import Call, Loop
 from peagle.serve.formatter import Formatter
 from peagle.serve.generation import Generation
-from peagle.serve.http import parse
 from peagle.serve.metrics import Metrics
+from peagle.serve.request_body import parse
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.response_chat import as_chat
 from peagle.serve.responses import ResponsesFormatter
