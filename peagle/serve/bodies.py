@@ -13,13 +13,51 @@ from pydantic import Discriminator, Tag
 
 from peagle.base.strict_json import dumps
 from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
-from peagle.serve.field_names import CHAT_FIELDS, FieldNames, is_neutral
 
 MOST_CHOICES = 128  # of one prompt; the limit of OpenAI's API
 MOST_PROMPTS = 64  # of one body
 MOST_TOOLS = 128  # the limit of OpenAI's API
 CUSTOM_INPUT = "input"  # the only parameter of a custom tool, which the model sees as a function
 DEFAULT_NAMESPACE = "functions"  # of tools without a namespace
+# values of unsupported fields that are accepted, since they change nothing; null always is
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "best_of": (1,),
+    "suffix": ("",),
+    "store": (False,),
+    "modalities": (["text"],),
+    "background": (False,),
+    "truncation": ("auto", "disabled"),  # auto: an input beyond the context is refused all the same
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "audio": ({},),
+    # vLLM's
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "priority": (0,),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "documents": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    # of SGLang and llama.cpp
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
+    "no_stop_trim": (False,),
+    "cache_prompt": (True,),
+}
 # by unsupported field
 TOOL_CURES = {"functions": "send tools", "function_call": "send tool_choice"}
 
@@ -59,6 +97,11 @@ def object_or_text(value: Any) -> str:
     return "[object]" if isinstance(value, dict | pydantic.BaseModel) else "[text]"
 
 
+def _is_neutral(key: str, value: Any) -> bool:
+    is_bool = isinstance(value, bool)  # in Python, 1 equals True
+    return any(value == neutral and is_bool == isinstance(neutral, bool) for neutral in NEUTRAL.get(key, ()))
+
+
 BY_TYPE, LIST_OR_TEXT, OBJECT_OR_TEXT = map(Discriminator, (type_tag, list_or_text, object_or_text))
 
 
@@ -81,7 +124,7 @@ class Body(pydantic.BaseModel):
         return {
             key: value
             for key, value in fields.items()
-            if value is not None and (key in cls.model_fields or not is_neutral(key, value))
+            if value is not None and (key in cls.model_fields or not _is_neutral(key, value))
         }
 
 
@@ -378,12 +421,15 @@ class Structured(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    _names: FieldNames = CHAT_FIELDS
+    _names: Mapping[str, str] = {}
 
-    @property
-    def names(self) -> FieldNames:
-        """The names of fields in errors."""
-        return self._names
+    def name_of(self, path: str) -> str:
+        """Return the name of a field in errors: another one if the body was a /v1/responses body (response_chat.py)."""
+        head, rest = path, ""
+        while head and head not in self._names:
+            head, _, last = head.rpartition(".")
+            rest = f".{last}{rest}"
+        return self._names[head] + rest if head else path
 
 
 class AnswerBody(Body):

@@ -22,7 +22,6 @@ from peagle.serve.bodies import (
     text_of,
 )
 from peagle.serve.errors import ApiError
-from peagle.serve.field_names import FieldNames, MessageNames, response_fields
 from peagle.serve.response_bodies import (
     HostedTool,
     InputCall,
@@ -41,10 +40,18 @@ from peagle.serve.response_bodies import (
     TextFormat,
 )
 from peagle.serve.stored import StoredItem
+from peagle.serve.tools import RESULT
 
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # a value of include
 SAME_FIELDS = ("temperature", "top_p", "seed", "top_logprobs", "parallel_tool_calls", "stream", "speculative")
 ToolName = Mapping[str, str]  # fields `name` and `namespace` of a tool in the body
+FIELDS = {  # of a chat -> of a /v1/responses body
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    RESULT: "a function_call_output with the call_id",
+}
 ITEM: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(InputItem)
 
 
@@ -64,7 +71,8 @@ def input_items(body: ResponsesBody) -> Sequence[Item | ItemReference]:
 class ResponseChat(ChatBody):
     """A chat whose errors name the fields of a /v1/responses body."""
 
-    def __init__(self, names: FieldNames, **fields: Any) -> None:
+    def __init__(self, names: Mapping[str, str], **fields: Any) -> None:
+        """names: see `_names`."""
         super().__init__(**fields)
         self._names = names
 
@@ -86,7 +94,7 @@ def as_chat(body: ResponsesBody, past: PastItems | None = None) -> AsChat:
     tools, messages, choice = _tools(body), _messages(body, past or PastItems()), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
     chat = ResponseChat(
-        response_fields([item for _, item in messages], tools.fields),
+        _names([names for _, names in messages], tools),
         messages=[message for message, _ in messages],
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
@@ -98,6 +106,18 @@ def as_chat(body: ResponsesBody, past: PastItems | None = None) -> AsChat:
         **{name: getattr(body, name) for name in SAME_FIELDS},
     )
     return AsChat(chat, tools.names, notes)
+
+
+def _names(messages: Sequence[Sequence[str]], tools: "_ChatTools") -> dict[str, str]:
+    """Map the fields of a chat to those of its /v1/responses body. messages: the names of each one and of its calls."""
+    names = dict(FIELDS)
+    for index, (item, *calls) in enumerate(messages):
+        names |= {f"messages.{index}": item, f"messages.{index}.tool_call_id": f"{item}.call_id"}
+        for number, call in enumerate(calls):
+            where = f"messages.{index}.tool_calls.{number}"
+            names |= {where: call, f"{where}.id": f"{call}.call_id"}
+    of_tools = {f"tools.{index}.{tool.type}": tools.fields[index] for index, tool in enumerate(tools.tools)}
+    return names | of_tools
 
 
 def _response_format(form: TextFormat) -> ResponseFormat:
@@ -159,7 +179,7 @@ def _format(form: InputFormat | None, where: str) -> CustomFormat | None:
     return CustomFormat(type="grammar", grammar=Syntax(syntax=form.syntax, definition=form.definition))
 
 
-_NamedMessage = tuple[ChatMessage, MessageNames]
+_NamedMessage = tuple[ChatMessage, Sequence[str]]  # and the names of its item and of its calls
 
 
 _NamedItem = tuple[str, Item]  # (its name in errors: its place in the input, or the id of a kept one before it; item)
@@ -169,7 +189,7 @@ def _messages(body: ResponsesBody, past: PastItems) -> list[_NamedMessage]:
     """Make the messages of the chat, instructions first, with their names in the body."""
     messages = []
     if body.instructions:
-        messages.append((ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")))
+        messages.append((ChatMessage(role="developer", content=body.instructions), ["instructions"]))
     items: list[_NamedItem] = [(item.id, ITEM.validate_json(item.data)) for item in past.items]
     references = {name: ITEM.validate_json(item.data) for name, item in past.references.items()}
     for index, item in enumerate(input_items(body)):
@@ -196,7 +216,7 @@ def _item_messages(items: Sequence[_NamedItem]) -> list[_NamedMessage]:
         messages += _answer_messages(answer, items, results)
         answer.clear()
         if isinstance(item, InputMessage):
-            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(name)))
+            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), [name]))
         elif index not in results.values():  # an error, which `tools.template_messages` names
             messages.append(_result_message(name, item))
     return messages + _answer_messages(answer, items, results)
@@ -215,7 +235,7 @@ def _results(items: Sequence[_NamedItem]) -> dict[int, int]:
 
 
 def _result_message(name: str, item: Any) -> _NamedMessage:
-    return ChatMessage(role="tool", tool_call_id=item.call_id, content=text_of(item.output)), MessageNames(name)
+    return ChatMessage(role="tool", tool_call_id=item.call_id, content=text_of(item.output)), [name]
 
 
 def _answer_messages(
@@ -226,11 +246,11 @@ def _answer_messages(
     calls = {i: item.as_in_chat for i, (_, item) in answer.items() if isinstance(item, InputCall | InputCustomCall)}
     texts = {name: text_of(item.content) for name, item in answer.values() if isinstance(item, InputMessage)}
     if not calls:
-        return [(ChatMessage(role="assistant", content=text), MessageNames(name)) for name, text in texts.items()]
+        return [(ChatMessage(role="assistant", content=text), [name]) for name, text in texts.items()]
     reasoning = "".join(item.thinking for item in own if isinstance(item, InputReasoning | InputMessage))
     joined = ChatMessage(
         role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
     )
     first, *_ = answer.values()
-    names = MessageNames(first[0], tuple(answer[call][0] for call in calls))
+    names = [first[0], *(answer[call][0] for call in calls)]
     return [(joined, names), *(_result_message(*items[results[call]]) for call in calls if call in results)]

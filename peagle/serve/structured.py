@@ -17,7 +17,7 @@ def constraint_field(body: Structured) -> str | None:
     for name in Structured.model_fields:
         value = getattr(body, name)
         if value is not None and not (isinstance(value, ResponseFormat) and value.type == "text"):
-            return body.names.response_format if name == "response_format" else name
+            return body.name_of(name)
     return "tools" if choice == "auto" and any(tool.function.strict for tool in tools) else None
 
 
@@ -45,16 +45,16 @@ def grammar_error(error: GrammarError, field: str | None) -> ApiError:
 
 def _constraints(body: Structured) -> Mapping[str, Any]:
     """Return the value of each field that constrains answers, by its name; None: not set."""
-    form, structured, names = body.response_format, body.structured_outputs, body.names
+    form, structured = body.response_format, body.structured_outputs
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         fault = "is missing" if form.json_schema is None else f"is given with the type {form.type!r}"
-        message = f"{names.json_schema} {fault}; expected it with the type 'json_schema'"
-        raise ApiError(400, message, names.response_format)
+        message = f"{body.name_of('response_format.json_schema')} {fault}; expected it with the type 'json_schema'"
+        raise ApiError(400, message, body.name_of("response_format"))
     schema = None if form is None else form.json_schema
     any_object = {"type": "object"}
     constraints = {
-        names.schema: schema,
-        names.response_format: any_object if form is not None and form.type == "json_object" else None,
+        body.name_of("response_format.json_schema.schema"): schema,
+        body.name_of("response_format"): any_object if form is not None and form.type == "json_object" else None,
         "guided_json": body.guided_json,
         "guided_regex": body.guided_regex,
         "guided_choice": body.guided_choice,

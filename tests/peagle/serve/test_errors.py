@@ -10,8 +10,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.serve.bodies import ChatBody, CompletionBody
-from peagle.serve.field_names import NEUTRAL
+from peagle.serve.bodies import NEUTRAL, ChatBody, CompletionBody
 from peagle.serve.request_log import RequestLog
 from peagle.serve.response_bodies import ResponsesBody
 from tests.support.servers import CHAT, COMPLETIONS, RESPONSES, answer, client_of, error_of, has_its_type
