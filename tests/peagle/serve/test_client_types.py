@@ -1,7 +1,7 @@
 """Bodies as OpenAI's own client types them, and past messages as other servers and clients write them."""
 
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pydantic
@@ -16,7 +16,7 @@ from openai.types.responses import (
 
 from peagle.serve import bodies, response_bodies
 from tests.support.harmony import USER, called, final, said, thought
-from tests.support.servers import CHAT, RESPONSES, answer, error_of
+from tests.support.servers import CHAT, RESPONSES, error_of
 
 Prompt = Callable[..., str]
 MARK = {"mode": "explicit"}
@@ -102,11 +102,6 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("messages", CHATS)
-def test_messages_with_all_their_fields_are_taken(agent: TestClient, messages: Sequence[dict[str, Any]]) -> None:
-    answer(agent, CHAT, {"messages": messages, "max_tokens": 1})
-
-
 INPUT_TEXT = {"type": "input_text", "text": "a", "prompt_cache_breakpoint": MARK}
 MESSAGE = {"type": "message", "status": "completed", "phase": None}
 OUTPUT = {"type": "output_text", "text": "a", "annotations": [], "logprobs": [], "parsed": {"a": 1}}
@@ -132,11 +127,6 @@ ITEMS: list[list[dict[str, Any]]] = [
          "caller": DIRECT, "status": "completed"},
     ],
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("items", ITEMS)
-def test_items_with_all_their_fields_are_taken(agent: TestClient, items: Sequence[dict[str, Any]]) -> None:
-    answer(agent, RESPONSES, {"input": items, "max_output_tokens": 1})
 
 
 def with_more(value: Any) -> Any:

@@ -31,7 +31,6 @@ from tests.support.servers import (
     client_of,
     stream,
 )
-from tests.support.toys import costs
 
 pytestmark = pytest.mark.compile
 
@@ -103,55 +102,6 @@ def test_a_parameter_acts_as_in_python_and_changes_the_answer(client: TestClient
     assert expected.output_ids != python(alone, before).output_ids
     (choice,) = complete(client, **fields)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
-
-
-CASES: list[dict[str, Any]] = [
-    *(fields for fields, _ in PARAMETERS.values()),
-    {"logprobs": 3},
-    {"n": 2, **SEEDED},
-    {**SEEDED, "stop": ["a", "e"], "presence_penalty": 1.0},
-    {"stop_token_ids": [36], "min_tokens": 8},
-]
-
-
-@pytest.fixture(scope="module")
-def choices(client: TestClient) -> list[Any]:
-    """The shared server's answers in all of these cases."""
-    return [complete(client, **fields)["choices"] for fields in CASES]
-
-
-@pytest.mark.parametrize(
-    "k", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), "auto:2"]
-)
-def test_every_parameter_means_the_same_with_and_without_speculation(
-    choices: list[Any], make: Any, k: int | str
-) -> None:
-    """The other K is the shared server's; auto chooses, and compiles for each kind of case, so it has a few of them."""
-    service, cases = make(k=k), list(zip(CASES, choices, strict=True))
-    client = client_of(service)
-    if isinstance(k, str):
-        cases = [*cases[:2], *cases[-4:-2]]
-        service.loop.engine.costs = costs(service.loop.engine.config.num_speculative_tokens, {1: True})
-        assert complete(client)["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
-    for fields, expected in cases:
-        assert same(complete(client, **fields)["choices"], expected), fields
-
-
-def test_every_parameter_means_the_same_whatever_k_a_request_sets(client: TestClient, choices: list[Any]) -> None:
-    for fields, expected, k in zip(CASES, choices, itertools.cycle((2, 0)), strict=False):
-        reply = complete(client, **fields, speculative={"num_speculative_tokens": k})
-        assert same(reply["choices"], expected), fields
-
-
-def same(value: Any, expected: Any) -> bool:
-    """Compare JSON values, numbers to float32's rounding."""
-    if isinstance(value, float) and isinstance(expected, float):
-        return value == pytest.approx(expected, abs=1e-5)
-    if isinstance(value, dict) and isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
-    if isinstance(value, list) and isinstance(expected, list):
-        return len(value) == len(expected) and all(map(same, value, expected))
-    return bool(value == expected)
 
 
 def test_stop_tokens_end_the_answer_but_not_before_min_tokens_nor_with_ignore_eos(

@@ -243,7 +243,9 @@ def test_a_response_that_fails_is_kept(saying: Making) -> None:
     service = saying((BODY, SAYS), responses=store())
     service.loop.engine.executor.prefill = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     client = client_of(service)
-    *_, last = stream(client, RESPONSES, BODY)
+    first, *_, last = stream(client, RESPONSES, BODY)
+    assert (first["type"], last["type"]) == ("response.created", "response.failed")
+    assert "division by zero" in last["response"]["error"]["message"]
     assert client.get(f"{RESPONSES}/{last['response']['id']}").json() == last["response"]
 
 
