@@ -201,6 +201,17 @@ Text = Annotated[str, Tag("[text]")]
 Content = Annotated[Text | Annotated[list[ContentPart], Tag("[list]")], LIST_OR_TEXT]
 
 
+class Named(Body):
+    """An object whose field of its type, such as `function`, has its name."""
+
+    type: str
+
+    @property
+    def name(self) -> str:
+        name: str = getattr(self, self.type).name
+        return name
+
+
 class Function(Marked):
     """A function that the model may call. strict: its arguments must follow the schema."""
 
@@ -210,13 +221,9 @@ class Function(Marked):
     strict: bool | None = None
 
 
-class FunctionTool(Marked):
+class FunctionTool(Named, Marked):
     type: Literal["function"]
     function: Function
-
-    @property
-    def name(self) -> str:
-        return self.function.name
 
 
 class Syntax(Body):
@@ -239,13 +246,9 @@ class Custom(Marked):
     format: CustomFormat | None = None
 
 
-class CustomTool(Marked):
+class CustomTool(Named, Marked):
     type: Literal["custom"]
     custom: Custom
-
-    @property
-    def name(self) -> str:
-        return self.custom.name
 
     @property
     def function(self) -> Function:
@@ -290,22 +293,14 @@ def qualified(namespace: str | None, name: str) -> str:
     return name if namespace in (None, DEFAULT_NAMESPACE) else f"{namespace}.{name}"
 
 
-class NamedFunction(Body):
+class NamedFunction(Named):
     type: Literal["function"]
     function: ToolName
 
-    @property
-    def name(self) -> str:
-        return self.function.name
 
-
-class NamedCustom(Body):
+class NamedCustom(Named):
     type: Literal["custom"]
     custom: ToolName
-
-    @property
-    def name(self) -> str:
-        return self.custom.name
 
 
 NamedTool = NamedFunction | NamedCustom

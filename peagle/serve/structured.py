@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from peagle.engine.grammar import Grammar, GrammarError
-from peagle.serve.bodies import ChatBody, JsonSchema, ResponseFormat, Structured
+from peagle.serve.bodies import ChatBody, JsonSchema, ResponseFormat, Structured, StructuredOutputs
 from peagle.serve.errors import ApiError
 from peagle.serve.tools import must_call
 
@@ -55,20 +55,13 @@ def _constraints(body: Structured) -> Mapping[str, Any]:
     constraints = {
         body.name_of("response_format.json_schema.schema"): schema,
         body.name_of("response_format"): any_object if form is not None and form.type == "json_object" else None,
-        "guided_json": body.guided_json,
-        "guided_regex": body.guided_regex,
-        "guided_choice": body.guided_choice,
-        "guided_grammar": body.guided_grammar,
+        **{name: getattr(body, name) for name in Structured.model_fields if name.startswith("guided_")},
     }
     if structured is None:
         return constraints
-    inner = {
-        "structured_outputs.json": structured.of_json,
-        "structured_outputs.regex": structured.regex,
-        "structured_outputs.choice": structured.choice,
-        "structured_outputs.grammar": structured.grammar,
-        "structured_outputs.json_object": any_object if structured.json_object else None,
-    }
+    fields = StructuredOutputs.model_fields.items()
+    inner = {f"structured_outputs.{field.alias or name}": getattr(structured, name) for name, field in fields}
+    inner["structured_outputs.json_object"] = any_object if structured.json_object else None
     if all(value is None for value in inner.values()):
         expected = "expected one of json, regex, choice, grammar and json_object"
         raise ApiError(400, f"structured_outputs constrains nothing; {expected}", "structured_outputs")
