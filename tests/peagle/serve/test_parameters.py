@@ -343,19 +343,18 @@ def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: 
 
 
 def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(client: TestClient) -> None:
-    whole, steps = complete(client), []
-    for k in (1, 2, 3):
-        reply = complete(client, speculative={"num_speculative_tokens": k})
+    """The engine's property; here the fields of the body and of the reply."""
+    whole = complete(client)
+    for k, reply in (
+        (1, complete(client, speculative={"num_speculative_tokens": 1})),
+        (3, complete(client, speculative={})),
+    ):
         assert reply["choices"] == whole["choices"]
         figures = reply["metrics"]["speculative_decoding"]
         assert (figures["num_spec_tokens"], len(figures["acceptance_histogram"])) == (k, k + 1)
-        assert 0 < figures["num_draft_tokens"] <= k * figures["num_spec_steps"]
-        steps.append(figures["num_spec_steps"])
-    assert steps[0] > steps[1] > steps[2] == whole["metrics"]["speculative_decoding"]["num_spec_steps"]
     plain = complete(client, speculative={"num_speculative_tokens": 0})
     assert plain["choices"] == whole["choices"]
     assert "metrics" not in plain
-    assert complete(client, speculative={})["metrics"] == whole["metrics"]
     in_chat = chat(client, speculative={"num_speculative_tokens": 2}, max_tokens=40)
     assert in_chat["metrics"]["speculative_decoding"]["num_spec_tokens"] == 2
 

@@ -48,25 +48,17 @@ def test_the_three_kinds_of_lines_become_conversations(tmp_path: Path) -> None:
     ("line", "what"),
     [
         ("{", "not valid JSON"),
-        ('{"prompt": "a"} {"prompt": "b"}', "not valid JSON"),
         ("[1]", "expected a JSON object"),
-        ('"text"', "expected a JSON object"),
         (b'{"prompt": "\xff"}', "line 3 is not UTF-8; expected text in UTF-8"),
         ('{"prompt": "\\ud800"}', "not valid Unicode"),
         ('{"prompt": "a", "category": "\\ud800"}', "category is not valid Unicode"),
         ("{}", "expected exactly one of"),
-        ('{"text": "a"}', "'text'"),
         ('{"prompt": "a", "prompt_ids": [1]}', "prompt and prompt_ids"),
         ('{"prompt": 3}', "expected a text"),
         ('{"prompt": "  "}', "is empty"),
-        ('{"turns": "a"}', "expected a list of texts"),
-        ('{"turns": []}', "expected a list of texts"),
         ('{"turns": ["a", 2]}', "expected a list of texts"),
-        ('{"turns": ["a", ""]}', "is empty"),
         ('{"prompt_ids": []}', "is empty"),
-        ('{"prompt_ids": "1,2"}', "expected a list of integers"),
         ('{"prompt_ids": [1, 2.5]}', "2.5"),
-        ('{"prompt_ids": [true]}', "True"),
         ("[" * 100_000, "not valid JSON"),
         ('{"prompt": ' + "[" * 800 + "]" * 800 + "}", ""),
         (
@@ -349,18 +341,14 @@ def test_chats_are_read_as_people_have_them(
     ("name", "data", "words"),
     [
         ("a.csv", b"id,prompt\n1,a\n", "a.csv is CSV; expected JSON lines, or .txt, in UTF-8; to convert it: python"),
-        ("a.tsv", b"id\tprompt\n1\ta\n", "a.tsv is TSV; expected JSON lines, or .txt, in UTF-8; to convert it: python"),
         ("a.jsonl", b"id,prompt\n1,a\n", "a.jsonl is CSV"),
         ("a.jsonl", b"not json\n", "holds no prompts: "),
         ("empty.txt", b"", "empty.txt holds no prompts; expected one prompt per line"),
-        ("a.csv.gz", gzip.compress(b"id,prompt\n1,a\n", mtime=0), "a.csv.gz is CSV"),
         ("a.parquet", b"PAR1\x15\x04\xff\n{}", "a.parquet is parquet"),
         ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "a.jsonl is UTF-16"),
-        ("a.txt", "a\n".encode("utf-16"), "a.txt is UTF-16"),
         ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16-be"), "a.jsonl is no text"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n', mtime=0)[:-9], "cannot be unpacked"),
         ("a.json", b'[{"prompt": "a"},\n{"prompt": "b"}\n', "a.json is not valid JSON"),
-        ("a.json", b'[{"prompt": "a"}', "a.json is not valid JSON"),
     ],
 )
 def test_a_file_that_is_something_else_is_refused_in_a_line_that_says_how_to_convert_it(
@@ -427,9 +415,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     [
         ([{"article": "a"}], "a row of HumanEval (task_id"),
         ([{"prompt": []}], "prompt is []; expected a text, a list of texts or one of messages"),
-        ([{"prompt": ["a", 3]}], "prompt is ['a', 3]; expected a text, a list of texts or one of messages"),
         ([{"turns": ["a", PLACEHOLDER]}], "line 1 holds SPEED-Bench's placeholder"),
-        ([{"turns": [f"{PLACEHOLDER}\n\nSum up: {{article}}"]}], "line 1 holds SPEED-Bench's placeholder"),
         ([{"messages": [user(PLACEHOLDER), user("a")]}], "line 1 holds SPEED-Bench's placeholder"),
         ([{"system": 3, "prompt": "a"}], "system is 3; expected a text"),
         ([{"system": "S", "prompt_ids": [1]}], "a system text with token ids"),
@@ -441,9 +427,6 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
             "message 0 has the role 'dog'; expected one of user, human",
         ),
         ([{"conversations": [{"value": "a"}]}], "expected an object with role and content, or from and value"),
-        ([{"conversations": [{"from": "human", "value": None}]}], "holds no message of a user"),
-        ([{"messages": []}], "holds no prompts: "),
-        ([{"messages": [user(" ")]}], "the last message of the user is empty"),
         ([{"messages": [assistant("a")]}], "holds no message of a user"),
         ([{"messages": [user([{"type": "image_url"}])]}], "expected a text"),
         (
@@ -451,8 +434,6 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
             "expected a function",
         ),
         ([{"messages": [user("a"), assistant("\ud800"), user("c")]}], "line 1 is not valid Unicode text"),
-        ([{"messages": [{"role": "system", "content": "\ud800"}, user("c")]}], "line 1 is not valid Unicode text"),
-        ([{"question": 3, "answer": "4"}], "question is 3; expected a text"),
     ],
 )
 def test_a_layout_that_is_not_as_it_should_be_is_one_line(tmp_path: Path, rows: list[Any], what: str) -> None:
