@@ -231,7 +231,7 @@ def test_no_value_of_any_field_is_more_than_an_error_object(client: TestClient, 
         has_its_type(reply)
         if reply.status_code != 200:
             error_of(reply, 404 if field == "model" and reply.status_code == 404 else 400)
-    assert sum(reply.status_code == 200 for reply in replies) > (30 if path in BODIES else 1)
+    assert sum(reply.status_code == 200 for reply in replies) > (30 if path in BODIES else 0)
     assert client.get("/health").status_code == 200
 
 

@@ -132,15 +132,6 @@ def test_the_template_gets_a_fixed_date_and_the_effort(tokenizer: Tokenizer) -> 
     assert "Today: 2031-02-28 Reasoning: high<|end|><|start|>system<|message|>Be brief.<|end|>" in other
 
 
-def test_the_history_alternates_and_ends_with_the_last_turn(tokenizer: Tokenizer) -> None:
-    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>first<|return|>"
-    text = rendered(tokenizer, chat_messages(["One", "Two"], [answer], None))
-    assert text.index("One") < text.index("final<|message|>first<|end|>") < text.index("Two")
-    assert "Hm." not in text
-    with pytest.raises(ValueError, match="shorter"):
-        chat_messages(["One", "Two"], [], None)
-
-
 @pytest.mark.parametrize(
     ("answer", "final"),
     [
