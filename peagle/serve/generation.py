@@ -10,7 +10,7 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.serve.engine_loop import Job, Loop
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Formatter
-from peagle.serve.metrics import AnswerMetrics, Metrics
+from peagle.serve.metrics import WHOLE, Metrics
 from peagle.text.channels import CALL
 from peagle.text.tokenizer import Tokenizer
 
@@ -36,21 +36,24 @@ class Generation:
     ) -> None:
         self.stream, self.formatter, self._constraint = stream, formatter, constraint
         formatter.results = self.results
-        self._assemblers = [
-            Assembler(
-                request,
-                request.limit_drafts(loop.config.num_speculative_tokens),
-                formatter.tokenizer,
-                time.perf_counter(),
-                channels=channels,
-                own_stops=_own_stops(request, loop.stop_token_ids, formatter.tokenizer),
-                index=index,
+        num_answers = 1 + max(request.index for request in requests)  # to each prompt
+        self._answers = [
+            Answer(
+                Assembler(
+                    request,
+                    request.limit_drafts(loop.config.num_speculative_tokens),
+                    formatter.tokenizer,
+                    time.perf_counter(),
+                    channels=channels,
+                    own_stops=_own_stops(request, loop.stop_token_ids, formatter.tokenizer),
+                    index=index,
+                ),
+                metrics,
+                num_answers,
             )
             for index, request in enumerate(requests)
         ]
         self._call = (loop.submit if decode else loop.echo)(requests)
-        num_answers = 1 + max(request.index for request in requests)  # to each prompt
-        self._counted = [AnswerMetrics(metrics, assembler, num_answers) for assembler in self._assemblers]
 
     async def reply(self) -> Mapping[str, Any]:
         """Read the answers to their end, and make the reply."""
@@ -80,7 +83,7 @@ class Generation:
                 async for job, chunk in chunks:
                     yield self._read(job, chunk)
         except ApiError as error:
-            self._count_ends("error")
+            self._end("error")
             if error.status == 400 and error.param is None:  # while decoding, only a grammar can be bad input
                 error.param = self._constraint
             raise
@@ -90,21 +93,86 @@ class Generation:
     def close(self) -> None:
         """Abort the requests that have not ended."""
         self._call.close()
-        self._count_ends("abort")
+        self._end("abort")
 
-    def _count_ends(self, reason: str) -> None:
-        for counted in self._counted:
-            counted.end(reason)
+    def _end(self, reason: str) -> None:
+        for answer in self._answers:
+            answer.end(reason)
 
     def results(self) -> list[Result]:
-        return [assembler.result() for assembler in self._assemblers]
+        return [answer.result() for answer in self._answers]
 
     def _read(self, job: Job, chunk: TokenChunk) -> Piece:
-        piece = self._assemblers[job.index].add(chunk)
-        self._counted[job.index].add(piece)
+        piece = self._answers[job.index].read(chunk)
         if piece.finish_reason != chunk.finish_reason:  # a stop string ended the answer
             self._call.abort(job)
         return piece
+
+
+class Answer:
+    """One answer, which is counted while it arrives."""
+
+    def __init__(self, assembler: Assembler, metrics: Metrics, num_answers: int) -> None:
+        """num_answers: to the prompt."""
+        self._assembler, self._metrics, self._num_answers = assembler, metrics, num_answers
+        self.result = assembler.result
+        self._queued_s: float | None = None  # None: not begun
+        self._last_s: float | None = None
+        self._ended = False
+
+    def read(self, chunk: TokenChunk) -> Piece:
+        metrics, piece = self._metrics, self._assembler.add(chunk)
+        if self._queued_s is None and (chunk.token_ids or chunk.queued_s is not None):
+            self._begin(chunk)
+        if piece.token_ids:
+            metrics.count(generation_tokens=len(piece.token_ids))
+            if self._last_s is None:
+                metrics.observe(time_to_first_token_seconds=chunk.time_s - self._assembler.started_s)
+            else:
+                metrics.observe(inter_token_latency_seconds=chunk.time_s - self._last_s)
+            self._last_s = chunk.time_s
+        metrics.count_steps(piece.steps)
+        if piece.finish_reason is not None:
+            self.end(piece.finish_reason)
+        return piece
+
+    def end(self, reason: str) -> None:
+        """Count the end of the answer, once. An answer that was cut short has no figures of a whole one."""
+        if self._ended:
+            return
+        self._ended = True
+        self._metrics.count_end(reason)
+        if reason in WHOLE:
+            self._observe(self.result())
+
+    def _begin(self, chunk: TokenChunk) -> None:
+        """Count the prompt. What had no slot was not computed."""
+        self._queued_s, length = chunk.queued_s or 0.0, len(self._assembler.request.prompt_ids)
+        self._metrics.count(
+            prompt_tokens=length, prefix_cache_queries=length, prefix_cache_hits=chunk.num_cached_tokens
+        )
+
+    def _observe(self, result: Result) -> None:
+        observe, queued_s = self._metrics.observe, self._queued_s or 0.0
+        observe(
+            request_prompt_tokens=len(result.request.prompt_ids),
+            request_generation_tokens=len(result.output_ids),
+            request_params_max_tokens=result.request.max_new_tokens,
+        )
+        if result.request.index == 0:
+            observe(request_params_n=self._num_answers)
+        if result.ttft_s is None or result.decode_s is None:
+            return
+        e2e_s = result.ttft_s + result.decode_s
+        observe(
+            e2e_request_latency_seconds=e2e_s,
+            request_queue_time_seconds=queued_s,
+            request_prefill_time_seconds=result.ttft_s - queued_s,
+            request_decode_time_seconds=result.decode_s,
+            request_inference_time_seconds=e2e_s - queued_s,
+        )
+        if result.tpot_s is not None:
+            observe(request_time_per_output_token_seconds=result.tpot_s)
 
 
 def _own_stops(request: Request, model: Sequence[int], tokenizer: Tokenizer | None) -> set[int]:

@@ -12,9 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from peagle.answers.result import Assembler, Piece, Result
 from peagle.engine.devices.replicas import AnyEngine
-from peagle.engine.request import StepRecord, TokenChunk
+from peagle.engine.request import StepRecord
 from peagle.ops.attention import PAGE_SIZE
 from peagle.serve.engine_loop import EngineLoop, Loop
 
@@ -170,7 +169,7 @@ class Metrics:
             self._per_position[str(position)].inc()
 
     def count_end(self, reason: str) -> None:
-        self._ended[reason].inc()
+        self._ended[reason if reason in REASONS else "abort"].inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -184,71 +183,6 @@ class Metrics:
         """Add a metric with one label more; return its metrics by that label's values."""
         metric = kind(f"vllm:{name}", text, [*LABELS, label], registry=self._registry)
         return {value: metric.labels(self._model, ENGINE, value) for value in values}
-
-
-class AnswerMetrics:
-    """Counts one answer while it arrives."""
-
-    def __init__(self, metrics: Metrics, assembler: Assembler, num_answers: int) -> None:
-        """num_answers: to the prompt."""
-        self._metrics, self._assembler, self._num_answers = metrics, assembler, num_answers
-        self._queued_s: float | None = None  # None: not begun
-        self._last_s: float | None = None
-        self._ended = False
-
-    def add(self, piece: Piece) -> None:
-        """Count a piece of the answer."""
-        metrics, assembler, chunk = self._metrics, self._assembler, piece.chunk
-        if self._queued_s is None and (chunk.token_ids or chunk.queued_s is not None):
-            self._begin(chunk)
-        if piece.token_ids:
-            metrics.count(generation_tokens=len(piece.token_ids))
-            if self._last_s is None:
-                metrics.observe(time_to_first_token_seconds=chunk.time_s - assembler.started_s)
-            else:
-                metrics.observe(inter_token_latency_seconds=chunk.time_s - self._last_s)
-            self._last_s = chunk.time_s
-        metrics.count_steps(piece.steps)
-        if piece.finish_reason is not None:
-            self.end(piece.finish_reason)
-
-    def end(self, reason: str) -> None:
-        """Count the end of the answer, once. An answer that was cut short has no figures of a whole one."""
-        if self._ended:
-            return
-        self._ended = True
-        self._metrics.count_end(reason if reason in REASONS else "abort")
-        if reason in WHOLE:
-            self._observe(self._assembler.result())
-
-    def _begin(self, chunk: TokenChunk) -> None:
-        """Count the prompt. What had no slot was not computed."""
-        self._queued_s, length = chunk.queued_s or 0.0, len(self._assembler.request.prompt_ids)
-        self._metrics.count(
-            prompt_tokens=length, prefix_cache_queries=length, prefix_cache_hits=chunk.num_cached_tokens
-        )
-
-    def _observe(self, result: Result) -> None:
-        observe, queued_s = self._metrics.observe, self._queued_s or 0.0
-        observe(
-            request_prompt_tokens=len(result.request.prompt_ids),
-            request_generation_tokens=len(result.output_ids),
-            request_params_max_tokens=result.request.max_new_tokens,
-        )
-        if result.request.index == 0:
-            observe(request_params_n=self._num_answers)
-        if result.ttft_s is None or result.decode_s is None:
-            return
-        e2e_s = result.ttft_s + result.decode_s
-        observe(
-            e2e_request_latency_seconds=e2e_s,
-            request_queue_time_seconds=queued_s,
-            request_prefill_time_seconds=result.ttft_s - queued_s,
-            request_decode_time_seconds=result.decode_s,
-            request_inference_time_seconds=e2e_s - queued_s,
-        )
-        if result.tpot_s is not None:
-            observe(request_time_per_output_token_seconds=result.tpot_s)
 
 
 def _bounds(most: int) -> list[int]:
