@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
+import openai
 import pydantic
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
@@ -161,6 +162,10 @@ def client_of(service: SharedState) -> TestClient:
     client = Client(app, raise_server_exceptions=False)
     client.event_hooks = {"response": [has_its_type]}
     return client
+
+
+def openai_of(service: SharedState) -> openai.OpenAI:
+    return openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=client_of(service))
 
 
 def has_its_type(reply: Any) -> None:

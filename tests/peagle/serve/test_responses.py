@@ -14,7 +14,7 @@ from peagle.serve.request_log import RequestLog
 from peagle.serve.shared_state import SharedState
 from peagle.text.tokenizer import Tokenizer
 from tests.support.harmony import USER, called, final, instructed, said, thought
-from tests.support.servers import CHAT, MODEL, RESPONSES, answer, client_of, error_of, stream
+from tests.support.servers import CHAT, MODEL, RESPONSES, answer, client_of, error_of, openai_of, stream
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -33,10 +33,6 @@ TEXT = "The 東京 answer."
 SAYS = f"{THINKS}<|channel|>final<|message|>{TEXT}<|return|>"
 Making = Callable[..., SharedState]
 Prompt = Callable[..., str]
-
-
-def openai_of(service: SharedState) -> openai.OpenAI:
-    return openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=client_of(service))
 
 
 def reasoning(text: str) -> dict[str, Any]:

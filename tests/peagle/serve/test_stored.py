@@ -16,7 +16,7 @@ from peagle.serve.shared_state import SharedState
 from peagle.serve.stored import ResponseStore, StoredItem
 from peagle.text.tokenizer import detokenize
 from tests.support.harmony import LONG, USER, called
-from tests.support.servers import MODEL, RESPONSES, answer, client_of, error_of, stream
+from tests.support.servers import MODEL, RESPONSES, answer, client_of, error_of, openai_of, stream
 
 Making = Callable[..., SharedState]
 Prompt = Callable[..., str]
@@ -143,10 +143,6 @@ def test_a_response_is_only_for_the_key_that_made_it(saying: Making) -> None:
 
 
 # --- what is returned of them -----------------------------------------------------------------------------------------
-
-
-def openai_of(service: SharedState) -> openai.OpenAI:
-    return openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=client_of(service))
 
 
 def test_the_openai_client_gets_lists_and_deletes_what_it_made(saying: Making) -> None:
