@@ -15,7 +15,6 @@ written by hand, and `peagle sweep --write-widths peagle/demo/drafter` counts th
 About eight hours on two cores, and 6 GB; the result is the same within noise.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -24,12 +23,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from peagle.base import jax_workaround
 from peagle.base.checkpoint import CONFIG
 from peagle.base.strict_json import dumps
 from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
-from scripts.demo.batches import BATCH_ROWS
 from scripts.demo.corpus import collect, read_lines
 from scripts.demo.rows import (
     LONG_PROMPTS,
@@ -40,33 +39,36 @@ from scripts.demo.rows import (
     make_long_dataset,
     make_practice,
 )
-from scripts.demo.tokenizer import MASK, SPECIAL_TOKENS, train_tokenizer
-from scripts.demo.train_target import export
+from scripts.demo.target import BATCH_ROWS, export
+from scripts.demo.tokenizer import DEMO, MASK, SPECIAL_TOKENS, train_tokenizer
 from scripts.runs import new_parser
 
-DEMO = Path(__file__).parents[2] / "peagle" / "demo"
-AUX_LAYERS = "1,4,7"
+LONG_WIDTH = 832  # of the drafters' last rows
 WINDOW = 256
 KEEP_PROMPT = 520  # tokens that two layers with that window reach, and the drafts of a step
 WINDOW_FIELDS = ("sliding_window", "layer_types")  # of a drafter's config.json
 PAIR = {"drafter": "long_p_eagle", "drafter_eagle3": "long_eagle3", "drafter_dflash": "long_dflash"}
 
+# of `peagle data`
 ANSWERS_BEGUN, LONG_ANSWERS_BEGUN = 4096, 900
 SHORT = ("-n", "288", "--context", "512", "--slots", "64")
 LONG = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
-TEACH = ("--hidden", "--aux-layer-ids", AUX_LAYERS, "--top", "32")
-# rows of a step and the rule of its update: rates that suit so small a model
+AUX_LAYERS = ("--aux-layer-ids", "1,4,7")
+TEACH = ("--hidden", *AUX_LAYERS, "--top", "32")
+# of `peagle train`: rows of a step and the rule of its update; rates that suit so small a model
 LEARN = (
     "--rows", "8", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02", "--warmup", "0.02",
-    "--held-out", "0",
+    "--held-out", "0", "--evaluate-every", "300",
 )  # fmt: skip
-NEW = ("--aux-layer-ids", AUX_LAYERS, "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6")
+NEW = (*AUX_LAYERS, "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6")
+NEW_WITH_MASK = (*NEW, "--mask-token", str(SPECIAL_TOKENS.index(MASK)), "--layers", "2")
 AGAIN = ("--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8")
 LONGER = (
     "--learning-rate", "0.004", "--other-rate", "0.0015", "--decay", "0.8", "--ratio", "0.7",
     "--drafter-window", str(WINDOW),
 )  # fmt: skip
-MASK_TOKEN = ("--mask-token", str(SPECIAL_TOKENS.index(MASK)))
+# blocks of eight rows, as the public DFlash's; with 224 of them a step takes as long as one of the P-EAGLE
+BLOCKS = ("--depth", "7", "--blocks", "224")
 # One JAX device per core, each on one thread with its own rows: cores meet once a step instead of once an operation.
 # Large blocks of memory stay with the process, on huge pages.
 TUNED = {
@@ -81,37 +83,9 @@ TUNED = {
         " --xla_cpu_collective_call_terminate_timeout_seconds=3600"  # a busy machine may delay one core for long
     ),
 }
-# blocks of eight rows, as the public DFlash's; with 224 of them a step takes as long as one of the P-EAGLE
-BLOCKS = ("--depth", "7", "--blocks", "224")
 
 
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """One `peagle train`: its steps and options, and the stage whose drafter it starts from."""
-
-    steps: int
-    options: tuple[str, ...]
-    init: str | None = None
-
-
-ON_ANSWERS_AND_CORPUS = {
-    "p_eagle_begun": Training(900, (*NEW, *MASK_TOKEN, "--layers", "2", "--depth", "6", "--ratio", "0.75")),
-    "dflash_begun": Training(900, (*NEW, *MASK_TOKEN, "--drafter", "dflash", "--layers", "2", *BLOCKS)),
-}
-ON_ANSWERS = {
-    "p_eagle": Training(2500, (*AGAIN, "--depth", "8", "--ratio", "0.7"), "p_eagle_begun"),
-    "eagle3": Training(700, (*NEW, "--drafter", "eagle-3", "--layers", "1", "--depth", "6", "--ratio", "0.7")),
-    "dflash": Training(2500, (*AGAIN, *BLOCKS), "dflash_begun"),
-}
-ON_LONG_ANSWERS = {
-    "long_p_eagle": Training(1916, (*LONGER, "--depth", "8"), "p_eagle"),
-    "long_eagle3": Training(718, (*LONGER, "--depth", "8"), "eagle3"),
-    "long_dflash": Training(1916, (*LONGER, "--depth", "7"), "dflash"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Build:
+class Build(NamedTuple):
     """The stages in a folder; scale: the share of all steps, tokens and prompts."""
 
     work: Path
@@ -126,35 +100,43 @@ class Build:
             (out / "finished").touch()
         return out
 
-    def run(self, name: str, *words: str | Path, environment: dict[str, str] | None = None) -> Path:
-        """Run a stage by `python -m`, which gets its folder as --out; return the folder."""
-        return self.stage(name, lambda out: command(*words, "--out", out, environment=environment))
+    def run(self, name: str, *words: object, tuned: bool = False) -> Path:
+        """Run a stage by `python -m`, which gets its folder as --out; return the folder. Exits if it fails."""
 
-    def count(self, number: int) -> str:
+        def make(out: Path) -> None:
+            typed = ["-m", *map(str, words), "--out", str(out)]
+            print("build:", *typed, flush=True)
+            environment = tuned_environment() if tuned else None
+            if subprocess.run([sys.executable, *typed], env=environment, check=False).returncode:
+                raise SystemExit(f"build: {words[0]} failed; the same command goes on from here")
+
+        return self.stage(name, make)
+
+    def count(self, number: int) -> int:
         """Scale a number of prompts or steps."""
-        return str(math.ceil(self.scale * number))
+        return math.ceil(self.scale * number)
 
-    def train_target(self, name: str, data: Path, begin: Path | None = None) -> Path:
-        """Run a stage of scripts.demo.train_target; it stops and goes on by itself."""
-        options = ("--scale", str(self.scale), *(() if begin is None else ("--begin", begin)))
-        command = ("scripts.demo.train_target", name, "--data", data, *options)
-        return self.run(name, *command, environment=tuned_environment())
+    def target(self, name: str, data: Path, *begin: object) -> Path:
+        """Run a stage of scripts.demo.target; it stops and goes on by itself."""
+        options = ("--data", data, "--scale", self.scale, *begin)
+        return self.run(name, "scripts.demo.target", name, *options, tuned=True)
 
     def answer(self, name: str, target: Path, prompts: Path, num_prompts: int, *options: str) -> Path:
         """Let a target answer prompts by `peagle data`."""
-        count = self.count(num_prompts)
-        data = ("peagle", "data", "--target", target, "--prompt-file", prompts, "--num-prompts", count)
-        return self.run(name, *data, *options)
+        options = ("--prompt-file", str(prompts), "--num-prompts", str(self.count(num_prompts)), *options)
+        return self.run(name, "peagle", "data", "--target", target, *options)
 
-    def train(self, trainings: dict[str, Training], target: Path, width: int, data: Sequence[str | Path]) -> None:
-        """Train drafters by `peagle train`."""
-        evaluation = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl", "--evaluate-every", "300")
-        for name, training in trainings.items():
-            options = [part for folder in data for part in ("--data", folder)]
-            options += [] if training.init is None else ["--init", self.work / training.init / "drafter"]
-            options += [*LEARN, "--width", str(width), "--steps", self.count(training.steps), *training.options]
-            options += [*evaluation, "--evaluate-prompts", self.count(60)]
-            self.run(name, "peagle", "train", "--target", target, *options, environment=tuned_environment())
+    def drafter(
+        self, name: str, steps: int, target: Path, width: int, data: Sequence[object], *options: str, init: str = ""
+    ) -> None:
+        """Train a drafter by `peagle train`, from that of the stage `init`."""
+        begin = ("--init", self.work / init / "drafter") if init else ()
+        parts = [word for folder in data for word in ("--data", folder)]
+        held_out = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl", "--evaluate-prompts", self.count(60))
+        size = ("--width", width, "--steps", self.count(steps))
+        self.run(
+            name, "peagle", "train", "--target", target, *parts, *begin, *LEARN, *size, *options, *held_out, tuned=True
+        )
 
 
 def tuned_environment() -> dict[str, str]:
@@ -163,14 +145,6 @@ def tuned_environment() -> dict[str, str]:
         name: value for name, value in os.environ.items() if (name, value.strip()) != ("XLA_FLAGS", jax_workaround.FLAG)
     }
     return {**TUNED, **own}
-
-
-def command(module: str, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
-    """Run `python -m module` in a process of its own. Exits if it fails."""
-    typed = [sys.executable, "-m", module, *map(str, arguments)]
-    print("build:", *typed[1:], flush=True)
-    if subprocess.run(typed, env=environment, check=False).returncode:
-        raise SystemExit(f"build: {module} failed; the same command goes on from here")
 
 
 def build(work: Path, scale: float = 1) -> None:
@@ -184,28 +158,33 @@ def build(work: Path, scale: float = 1) -> None:
 
     prompts = corpus / "chat_train.jsonl"
     dataset = run.stage("dataset", lambda out: make_dataset(corpus, tokenizer, out))
-    begun = run.train_target("begun", dataset)
+    begun = run.target("begun", dataset)
     answers = run.answer("answers_begun", exported(begun), prompts, ANSWERS_BEGUN, *SHORT)
     practice = run.stage("practice", lambda out: make_practice(answers, dataset, (WIDTH,), out))
-    practised = run.train_target("practised", practice, begun)
+    practised = run.target("practised", practice, "--begin", begun)
     target = exported(practised)
     written = run.answer("written", target, prompts, len(read_lines(prompts)), *SHORT, *TEACH)
-    shares = (f"{written}:5", f"{dataset}/shards/chat:2", f"{dataset}/shards/raw:1")
-    run.train(ON_ANSWERS_AND_CORPUS, target, WIDTH, shares)
-    run.train(ON_ANSWERS, target, WIDTH, (written,))
+    both = (target, WIDTH, (f"{written}:5", f"{dataset}/shards/chat:2", f"{dataset}/shards/raw:1"))
+    run.drafter("p_eagle_begun", 900, *both, *NEW_WITH_MASK, "--depth", "6", "--ratio", "0.75")
+    run.drafter("dflash_begun", 900, *both, *NEW_WITH_MASK, "--drafter", "dflash", *BLOCKS)
+    own = (target, WIDTH, (written,))
+    run.drafter("p_eagle", 2500, *own, *AGAIN, "--depth", "8", "--ratio", "0.7", init="p_eagle_begun")
+    eagle3 = ("--drafter", "eagle-3", "--layers", "1", "--depth", "6", "--ratio", "0.7")
+    run.drafter("eagle3", 700, *own, *NEW, *eagle3)
+    run.drafter("dflash", 2500, *own, *AGAIN, *BLOCKS, init="dflash_begun")
 
     rows = run.stage("long_dataset", lambda out: make_long_dataset(corpus, dataset, tokenizer, out))
     long_prompts, short_prompts = rows / "long_prompts.jsonl", rows / "short_prompts.jsonl"
-    long_begun = run.train_target("long_begun", rows, practised)
+    long_begun = run.target("long_begun", rows, "--begin", practised)
     long_answers = run.answer("long_answers", exported(long_begun), long_prompts, LONG_ANSWERS_BEGUN, *LONG)
     long_practice = run.stage("long_practice", lambda out: make_practice(long_answers, rows, (*LONG_WIDTHS,), out))
-    target = exported(run.train_target("long_practised", long_practice, long_begun))
+    target = exported(run.target("long_practised", long_practice, "--begin", long_begun))
     teach = (*LONG, *TEACH, "--keep-prompt", str(KEEP_PROMPT))
-    data = (
-        run.answer("long_written", target, long_prompts, LONG_PROMPTS, *teach),
-        run.answer("short_written", target, short_prompts, SHORT_PROMPTS, *teach),
-    )
-    run.train(ON_LONG_ANSWERS, target, 832, data)
+    long_written = run.answer("long_written", target, long_prompts, LONG_PROMPTS, *teach)
+    short_written = run.answer("short_written", target, short_prompts, SHORT_PROMPTS, *teach)
+    own = (target, LONG_WIDTH, (long_written, short_written))
+    for name, steps, depth in (("p_eagle", 1916, "8"), ("eagle3", 718, "8"), ("dflash", 1916, "7")):
+        run.drafter(f"long_{name}", steps, *own, *LONGER, "--depth", depth, init=name)
     run.stage("pair", lambda out: make_pair(work, target, out))
 
 

@@ -28,19 +28,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from drafter.train import shards
 from drafter.train.row_batches import fill_rows
-from drafter.train.shards import open_folder, read_shards, write_shard
 from peagle.answers.result import LOOP_GRAM, LOOPING_ABOVE, loop_grams
 from scripts.demo.corpus import parse, read_lines, write_lines
 from scripts.demo.tasks import digest
 from scripts.demo.tokenizer import END_OF_TEXT, RETURN, SPECIAL_TOKENS, START_OF_TEXT
 
 PADDING, PROMPT, TEXT, LOOP = 0, 1, 2, 3
+ARRAYS = {"token_ids": np.uint16, "segment_ids": np.uint8, "roles": np.uint8}
 WIDTH = 512
 LONG_WIDTHS = {2048: 3600, 4096: 1200}  # of rows: how many tasks stand behind texts
 LONG_PROMPTS, SHORT_PROMPTS = 2800, 6000
 TEXT_FRAC = (0.2, 0.85)  # of a row that the text before a task takes
 CHARS_PER_TOKEN = 2.9
-TEXT_KINDS = ("code", "docstrings")
+MIN_DOCSTRING_CHARS = 80
 MAX_ANSWER_TOKENS = 288
 SYSTEM_MESSAGES = ("You are a Python programmer.", "You are a helpful assistant.", "Be brief.")
 EFFORTS = ("low", "medium", "high")
@@ -50,6 +50,11 @@ GOOD, LOOPING, OTHER = "good", "looping", "other"
 
 Document = tuple[list[int], list[int]]  # token ids, roles
 Record = Mapping[str, Any]
+
+
+def shuffled(items: list) -> list:
+    """Shuffle the items, by their number alone."""
+    return [items[i] for i in np.random.default_rng(0).permutation(len(items))]
 
 
 def chat_prefix(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
@@ -68,7 +73,7 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 
-def chat_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record], width: int = WIDTH) -> list[Document]:
+def chat_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record], width: int) -> list[Document]:
     """Make one turn of chat of every function, shuffled; those longer than a row are left out."""
     records = list(records)
     prefixes = encode_all(tokenizer, [chat_prefix(tokenizer, record["prompt"]) for record in records])
@@ -82,69 +87,60 @@ def chat_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record]
     )
 
 
-def raw_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record], width: int = WIDTH) -> list[Document]:
+def raw_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record], width: int) -> list[Document]:
     """Cut all files, with start-of-text and end-of-text, into pieces of a row; shuffled."""
     texts = [START_OF_TEXT + record["text"] + END_OF_TEXT for record in records]
     pieces = [ids[start : start + width] for ids in encode_all(tokenizer, texts) for start in range(0, len(ids), width)]
     return shuffled([(piece, [TEXT] * len(piece)) for piece in pieces if len(piece) > 1])
 
 
-def pack(documents: Sequence[Document], width: int = WIDTH) -> dict[str, np.ndarray]:
+def pack(documents: Sequence[Document], width: int) -> dict[str, np.ndarray]:
     """Pack all documents into rows of so many tokens: the arrays of the module's docstring."""
     placed = fill_rows([len(ids) for ids, _ in documents], width)
-    rows = {
-        name: np.zeros((len(placed), width), dtype)
-        for name, dtype in (("token_ids", np.uint16), ("segment_ids", np.uint8), ("roles", np.uint8))
-    }
+    rows = {name: np.zeros((len(placed), width), dtype) for name, dtype in ARRAYS.items()}
     for number, places in enumerate(placed):
         start = 0
         for segment, (ids, roles) in enumerate((documents[place] for place in places), 1):
-            end = start + len(ids)
-            for name, values in (("token_ids", ids), ("segment_ids", segment), ("roles", roles)):
-                rows[name][number, start:end] = values
-            start = end
+            own = slice(start, start := start + len(ids))
+            for name, values in zip(ARRAYS, (ids, segment, roles), strict=True):
+                rows[name][number, own] = values
     return rows
-
-
-def shuffled(items: list, seed: int = 0) -> list:
-    """Shuffle the items, by their number and the seed alone."""
-    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
 
 
 def make_dataset(corpus: Path, tokenizer: Path, out: Path) -> None:
     """Write the short rows of a corpus into a folder."""
     encoder = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
     for kind, documents_of in (("raw", raw_documents), ("chat", chat_documents)):
-        documents = documents_of(encoder, read_lines(corpus / f"{kind}_train.jsonl"))
+        documents = documents_of(encoder, read_lines(corpus / f"{kind}_train.jsonl"), WIDTH)
         folder = out / "shards" / kind
-        open_folder(folder, {"made_by": "scripts.demo.rows", "width": WIDTH})
+        shards.open_folder(folder, {"made_by": "scripts.demo.rows", "width": WIDTH})
         as_data = [shards.Document(np.array(ids, np.int32), np.array(roles) == TEXT) for ids, roles in documents]
-        write_shard(folder, 0, as_data)
-        np.savez_compressed(out / f"{kind}_{WIDTH}.npz", **pack(documents))
+        shards.write_shard(folder, 0, as_data)
+        np.savez_compressed(out / f"{kind}_{WIDTH}.npz", **pack(documents, WIDTH))
 
 
 # --- long rows ------------------------------------------------------------------------------------------------------
 
 
-def texts_of(records: Iterable[Record]) -> dict[str, str]:
+def texts_of(records: Iterable[Record]) -> list[str]:
     """Join the sources, and apart from them their docstrings, in a shuffled order."""
     code, docs = [], []
     for record in shuffled(list(records)):
         code.append(record["text"].strip())
         nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         docstrings = [ast.get_docstring(node) for node in ast.walk(parse(record["text"])) if isinstance(node, nodes)]
-        docs += [text for text in docstrings if text and len(text) > 80]
-    return {"code": "\n\n\n".join(code), "docstrings": "\n\n".join(docs)}
+        docs += [text for text in docstrings if text and len(text) > MIN_DOCSTRING_CHARS]
+    return ["\n\n\n".join(code), "\n\n".join(docs)]
 
 
-def behind_texts(records: Iterable[Record], texts: Mapping[str, str], width: int) -> Iterator[dict[str, Any]]:
+def behind_texts(records: Iterable[Record], texts: Sequence[str], width: int) -> Iterator[dict[str, Any]]:
     """Put a stretch of text before every record's prompt, with room for the rest of a row.
 
     Kind, place and length follow from the prompt's hash.
     """
     for record in records:
         rng = np.random.default_rng(int(digest(record["prompt"])[:12], 16))
-        text = texts[TEXT_KINDS[rng.integers(len(TEXT_KINDS))]]
+        text = texts[rng.integers(len(texts))]
         size = int(rng.uniform(*TEXT_FRAC) * width * CHARS_PER_TOKEN)
         start = int(rng.integers(max(1, len(text) - size)))
         yield {**record, "prompt": f"{text[start : start + size].strip()}\n\n{record['prompt']}"}
@@ -204,10 +200,10 @@ def lesson(document: shards.Document) -> tuple[str, Document]:
     return kind, (document.token_ids.tolist(), roles.tolist())
 
 
-def make_practice(written: Path, rows: Path, widths: tuple[int, ...], out: Path) -> None:
+def make_practice(written: Path, rows: Path, widths: Sequence[int], out: Path) -> None:
     """Write rows: chat rows of these widths are half lessons of answers, half the corpus'; others stay as they are."""
     copy_rows(rows, out)
-    lessons = [lesson(document) for document in read_shards(written)]
+    lessons = [lesson(document) for document in shards.read_shards(written)]
     useful = shuffled([document for kind, document in lessons if kind != OTHER])
     narrower = 0
     for width in widths:

@@ -8,8 +8,8 @@ import ast
 import hashlib
 import re
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 WRITE, CHANGE, DESCRIBE = "write", "change", "describe"
 
@@ -20,10 +20,10 @@ NEW_FUNCTIONS = ("run", "compute", "process", "helper", "resolve", "build", "app
 NEW_CLASSES = ("Helper", "Base", "Reader", "Worker", "Node", "Context", "Table", "Session")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+Changed = tuple[str, str]  # (the wish, the changed function)
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A question and its right answer."""
 
     category: str
@@ -31,27 +31,12 @@ class Task:
     reference: str
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A function. `stub` ends with its docstring; the number `choice` makes all arbitrary choices."""
+class Whole(NamedTuple):
+    """A function; the number `choice` makes all arbitrary choices."""
 
-    stub: str
-    body: str
+    text: str
+    node: FunctionNode
     choice: int
-
-    @property
-    def text(self) -> str:
-        return f"{self.stub}\n{textwrap.indent(self.body, '    ')}"
-
-    @property
-    def node(self) -> FunctionNode:
-        (node,) = ast.parse(self.text).body
-        assert isinstance(node, FunctionNode)
-        return node
-
-    @property
-    def has_docstring(self) -> bool:
-        return ast.get_docstring(self.node) is not None
 
     def pick(self, names: tuple[str, ...]) -> str:
         """Pick a name that the function does not contain, else the first one with a digit."""
@@ -66,45 +51,43 @@ def digest(text: str) -> str:
 
 def task_of(stub: str, body: str) -> Task:
     """Choose one of three tasks by the text's hash; writing, if the other is not possible."""
-    choice = int(digest(f"{stub}\n{body}")[:12], 16)
-    whole = Whole(stub, body, choice // 3)
-    writing = Task(WRITE, stub, whole.text)
-    kind = choice % 3
-    if kind == 0 or len(whole.text) > MAX_FUNCTION_CHARS or not _stands_alone(whole):
-        return writing
-    if kind == 1:
-        return Task(DESCRIBE, f"Describe this function.\n\n{whole.text}", describe(whole))
-    for offset in range(len(CHANGES)):
-        changed = CHANGES[(whole.choice + offset) % len(CHANGES)](whole)
-        if changed is not None:
-            wish, text = changed
-            return Task(CHANGE, f"{wish}\n\n{whole.text}", text)
-    return writing
+    text, number = f"{stub}\n{textwrap.indent(body, '    ')}", int(digest(f"{stub}\n{body}")[:12], 16)
+    node = only_function(text)
+    if number % 3 == 0 or len(text) > MAX_FUNCTION_CHARS or node is None:
+        return Task(WRITE, stub, text)
+    whole = Whole(text, node, number // 3)
+    if number % 3 == 1:
+        return Task(DESCRIBE, f"Describe this function.\n\n{text}", describe(whole))
+    changes = (CHANGES[(whole.choice + offset) % len(CHANGES)](whole) for offset in range(len(CHANGES)))
+    wish, changed = next(filter(None, changes))
+    return Task(CHANGE, f"{wish}\n\n{text}", changed)
 
 
-def _stands_alone(whole: Whole) -> bool:
-    """Test whether the text parses as one function."""
+def only_function(text: str) -> FunctionNode | None:
+    """Parse a text that is one function; None if it is not."""
     try:
-        statements = ast.parse(whole.text).body
+        statements = ast.parse(text).body
     except (SyntaxError, ValueError):
-        return False
-    return len(statements) == 1 and isinstance(statements[0], FunctionNode)
+        return None
+    return statements[0] if len(statements) == 1 and isinstance(statements[0], FunctionNode) else None
+
+
+# --- describe -------------------------------------------------------------------------------------------------------
 
 
 def describe(whole: Whole) -> str:
     """Describe what a function takes, calls, raises and returns, in the order of the source."""
-    node = whole.node
-    parameters = list(_parameters(node, whole.text))
+    parameters, inner = [*_parameters(whole)], [*_own_nodes(whole.node)]
     count = {0: "no parameters.", 1: "1 parameter:"}.get(len(parameters), f"{len(parameters)} parameters:")
-    lines = [f"`{node.name}` takes {count}", *(f"- `{name}`: {what}" for name, what in parameters)]
-    inner = list(_own_nodes(node))
-    calls = _first(_dotted(part.func) for part in inner if isinstance(part, ast.Call))[:MAX_CALLS]
-    raised = _first(_raised(part) for part in inner if isinstance(part, ast.Raise))
-    results = [part.value for part in inner if isinstance(part, ast.Return) and part.value is not None]
-    returned = _first(_short(whole.text, result) for result in results)[:MAX_RESULTS]
+    calls = _distinct(_dotted(part.func) for part in inner if isinstance(part, ast.Call))[:MAX_CALLS]
+    raised = [part.exc for part in inner if isinstance(part, ast.Raise) and part.exc]
+    errors = _distinct(_dotted(error.func if isinstance(error, ast.Call) else error) for error in raised)
+    results = [part.value for part in inner if isinstance(part, ast.Return) and part.value]
+    returned = _distinct(_short(whole.text, result) for result in results)[:MAX_RESULTS]
+    lines = [f"`{whole.node.name}` takes {count}", *parameters]
     lines.append(f"It calls {_listed(calls, 'and')}." if calls else "It calls nothing.")
-    if raised:
-        lines.append(f"It raises {_listed(raised, 'or')}.")
+    if errors:
+        lines.append(f"It raises {_listed(errors, 'or')}.")
     if any(isinstance(part, ast.Yield | ast.YieldFrom) for part in inner):
         lines.append("It is a generator.")
     elif returned:
@@ -114,26 +97,24 @@ def describe(whole: Whole) -> str:
     return "\n".join(lines)
 
 
-def _parameters(node: FunctionNode, text: str) -> Iterator[tuple[str, str]]:
-    """Yield (name in the source, description) of the parameters."""
+def _parameters(whole: Whole) -> Iterator[str]:
+    """Yield a line for each parameter."""
 
-    def what(default: ast.expr | None) -> str:
-        if default is None:
-            return "required"
-        short = _short(text, default)
-        return f"default `{short}`" if short else "has a default"
+    def line(name: str, default: ast.expr | None, by_name: str = "") -> str:
+        short = default and _short(whole.text, default)
+        what = "required" if default is None else f"default `{short}`" if short else "has a default"
+        return f"- `{name}`: {by_name}{what}"
 
-    spec = node.args
+    spec = whole.node.args
     positional = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
-    for parameter, default in zip(positional, defaults, strict=True):
-        yield parameter.arg, what(default)
+    yield from (line(parameter.arg, default) for parameter, default in zip(positional, defaults, strict=True))
     if spec.vararg:
-        yield f"*{spec.vararg.arg}", "any number"
+        yield f"- `*{spec.vararg.arg}`: any number"
     for parameter, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-        yield parameter.arg, f"by name, {what(default)}"
+        yield line(parameter.arg, default, "by name, ")
     if spec.kwarg:
-        yield f"**{spec.kwarg.arg}", "any by name"
+        yield f"- `**{spec.kwarg.arg}`: any by name"
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -146,16 +127,9 @@ def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 def _dotted(node: ast.expr) -> str | None:
     """Render an expression such as a.b.c; None for another one."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
-
-
-def _raised(node: ast.Raise) -> str | None:
-    cause = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-    return None if cause is None else _dotted(cause)
+    if isinstance(node, ast.Attribute):
+        return (front := _dotted(node.value)) and f"{front}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _short(text: str, node: ast.expr) -> str | None:
@@ -164,8 +138,7 @@ def _short(text: str, node: ast.expr) -> str | None:
     return source if source and len(source) <= MAX_EXPRESSION_CHARS and not set("\n`") & set(source) else None
 
 
-def _first(names: Iterator[str | None]) -> list[str]:
-    """Drop repeated names."""
+def _distinct(names: Iterable[str | None]) -> list[str]:
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
@@ -175,58 +148,51 @@ def _listed(names: list[str], last: str) -> str:
     return f"{', '.join(front)} {last} {end}" if front else end
 
 
-def without_docstring(whole: Whole) -> tuple[str, str] | None:
-    """Make (wish, changed function)."""
-    if not whole.has_docstring:
+# --- change ---------------------------------------------------------------------------------------------------------
+
+
+def without_docstring(whole: Whole) -> Changed | None:
+    """Remove the docstring; None if there is none."""
+    if ast.get_docstring(whole.node) is None:
         return None
-    first = whole.node.body[0]
-    kept = whole.text.split("\n")
+    first, kept = whole.node.body[0], whole.text.split("\n")
     del kept[first.lineno - 1 : first.end_lineno]
     return "Remove the docstring.", "\n".join(kept)
 
 
-def with_parameter_renamed(whole: Whole) -> tuple[str, str] | None:
-    """Make (wish, changed function); None if a function or declaration inside may use the name."""
-    node = whole.node
-    names = [parameter.arg for parameter in (*node.args.args, *node.args.kwonlyargs)]
+def with_parameter_renamed(whole: Whole) -> Changed | None:
+    """Rename a parameter; None if a function or declaration inside may use the name."""
+    names = [parameter.arg for parameter in (*whole.node.args.args, *whole.node.args.kwonlyargs)]
     names = [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
     closed = FunctionNode | ast.ClassDef | ast.Lambda | ast.Global | ast.Nonlocal
-    if not names or any(isinstance(inner, closed) for inner in ast.walk(node) if inner is not node):
+    if not names or any(isinstance(inner, closed) for inner in ast.walk(whole.node) if inner is not whole.node):
         return None
     old, new = names[whole.choice % len(names)], whole.pick(NEW_PARAMETERS)
-    return f"Rename the parameter `{old}` to `{new}`.", _renamed(whole.text, node, old, new)
+    return f"Rename the parameter `{old}` to `{new}`.", _renamed(whole.text, whole.node, old, new)
 
 
-def with_function_renamed(whole: Whole) -> tuple[str, str]:
-    """Make (wish, changed function)."""
+def with_function_renamed(whole: Whole) -> Changed:
+    """Rename the function, and its calls of itself."""
     old, new = whole.node.name, whole.pick(NEW_FUNCTIONS)
     text = re.sub(rf"\bdef {old}\b", f"def {new}", whole.text, count=1)
     return f"Rename the function to `{new}`.", _renamed(text, ast.parse(text), old, new)
 
 
-def in_a_class(whole: Whole) -> tuple[str, str]:
-    """Make (wish, changed function)."""
+def in_a_class(whole: Whole) -> Changed:
+    """Put the function into a class."""
     name = whole.pick(NEW_CLASSES)
     return f"Put it into a class `{name}`.", f"class {name}:\n{textwrap.indent(whole.text, '    ')}"
 
 
 def _renamed(text: str, tree: ast.AST, old: str, new: str) -> str:
-    """Rename every name and parameter `old` of the text's tree to `new`."""
+    """Rename every name and parameter `old` of the text's tree to `new`. Columns of a tree count bytes."""
     lines = [line.encode() for line in text.split("\n")]
-    places = [
-        (leaf.lineno, leaf.col_offset)
-        for leaf in ast.walk(tree)
-        if (isinstance(leaf, ast.Name) and leaf.id == old) or (isinstance(leaf, ast.arg) and leaf.arg == old)
-    ]
+    named = (leaf for leaf in ast.walk(tree) if isinstance(leaf, ast.Name | ast.arg))
+    places = [(leaf.lineno, leaf.col_offset) for leaf in named if old == getattr(leaf, "id", getattr(leaf, "arg", ""))]
     for row, column in sorted(places, reverse=True):
         line = lines[row - 1]
         lines[row - 1] = line[:column] + new.encode() + line[column + len(old.encode()) :]
     return b"\n".join(lines).decode()
 
 
-CHANGES: tuple[Callable[[Whole], tuple[str, str] | None], ...] = (
-    with_parameter_renamed,
-    without_docstring,
-    in_a_class,
-    with_function_renamed,
-)
+CHANGES = (with_parameter_renamed, without_docstring, in_a_class, with_function_renamed)

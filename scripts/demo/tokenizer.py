@@ -1,8 +1,7 @@
 """Train the demo pair's tokenizer: byte-level BPE for Python source, and a harmony-style chat template.
 
-It is a Hugging Face directory (tokenizer.json, tokenizer_config.json, chat_template.jinja) that
-`transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)` loads. Every UTF-8 text decodes to itself; a
-sign, the line break and the indentation after it share a token if that is frequent.
+It is a folder as Hugging Face's that `transformers.AutoTokenizer` loads. Every UTF-8 text decodes to itself; a sign,
+the line break and the indentation after it share a token if that is frequent.
 """
 
 from collections.abc import Iterator
@@ -12,42 +11,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from scripts.demo.corpus import read_lines
+from scripts.runs import ROOT
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE, MAX_POSITIONS = 2048, 131072
 START_OF_TEXT, END_OF_TEXT, RETURN, MASK = "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|mask|>"
 SPECIAL_TOKENS = (START_OF_TEXT, END_OF_TEXT, RETURN, "<|start|>", "<|message|>", "<|channel|>", "<|end|>", MASK)
-MAX_POSITIONS = 131072
-
+DEMO = ROOT / "peagle" / "demo"
+CHAT_TEMPLATE = DEMO / "target" / "chat_template.jinja"  # the next pair has the last one's
 # A word with one sign or space before it; up to three digits; a run of signs with the line breaks and indentation that
 # follow; line breaks with indentation; other white space. (6 % fewer tokens than words and signs apart.)
 PIECES = (
     r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\r?\n[ \t]*)*|(?:\r?\n[ \t]*)+|[ \t]+(?=\S)|\s+"
 )
-
-CHAT_TEMPLATE = """\
-{%- macro turn(role, content) -%}
-<|start|>{{ role }}<|message|>{{ content }}<|end|>
-{%- endmacro -%}
-{%- set effort = "Reasoning: " ~ reasoning_effort if reasoning_effort is defined and reasoning_effort else "" -%}
-{%- if effort and (not messages or messages[0].role != "system") -%}
-{{ turn("system", effort) }}
-{%- endif -%}
-{%- for message in messages -%}
-{%- if message.role == "assistant" -%}
-<|start|>assistant<|channel|>final<|message|>{{ message.content }}
-{{- "<|return|>" if loop.last and not add_generation_prompt else "<|end|>" }}
-{%- elif message.role == "system" and loop.first and effort -%}
-{{ turn("system", message.content ~ "\\n" ~ effort) }}
-{%- elif message.role in ("system", "developer", "user") -%}
-{{ turn(message.role, message.content) }}
-{%- else -%}
-{{ raise_exception("role " ~ message.role ~ " is unknown; use system, developer, user or assistant") }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-<|start|>assistant<|channel|>final<|message|>
-{%- endif -%}
-"""
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
@@ -78,7 +53,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )
-    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     # raw text starts as in training; the chat template has marks of its own
     wrapped.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{START_OF_TEXT} $A", special_tokens=[(START_OF_TEXT, wrapped.bos_token_id)]
@@ -86,14 +61,8 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def training_texts(corpus: Path) -> Iterator[str]:
-    """Yield the tokenizer's training text: the raw files, and the functions again."""
-    for record in read_lines(corpus / "raw_train.jsonl"):
-        yield record["text"]
-    for record in read_lines(corpus / "chat_train.jsonl"):
-        yield record["reference"]
-
-
 def train_tokenizer(corpus: Path, out: Path) -> None:
-    """Train the tokenizer of a corpus and save it."""
-    wrap(train_bpe(training_texts(corpus))).save_pretrained(out)
+    """Train the tokenizer of a corpus, on the raw files and the functions again, and save it."""
+    texts = [record["text"] for record in read_lines(corpus / "raw_train.jsonl")]
+    texts += [record["reference"] for record in read_lines(corpus / "chat_train.jsonl")]
+    wrap(train_bpe(iter(texts))).save_pretrained(out)

@@ -1,13 +1,12 @@
 """Lay out README.md of a check on a GPU, from its run.json."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterator
 
 from peagle.measure.reports import Block, Table
 from scripts.runs import Json, number_text, table, title
 
-PROFILE = ("draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms")
 CHECKS = {"ok", "copy_gb_per_s", "left_out", "weight_bytes"}
+HIDDEN = ("section", "said", "at")  # of a check's line
 # of rows that have the first field: the columns of their table
 TABLES = {
     "part": ("shape", "batch", "part", "us", "mb", "gb_per_s"),
@@ -20,17 +19,17 @@ TABLES = {
         *("shape", "drafter", "draft_vocab", "temperature", "batch", "k"),
         *("step_ms", "cycle_cost", "tokens_a_step", "tok_per_s"),
     ),
-    "profile": ("shape", "drafter", "k", *PROFILE),
+    "host_ms": ("shape", "drafter", "k", "draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms"),
     "acceptance_length": ("shape", "drafter", "k", "acceptance_length", "source", "tok_per_s", "over_plain"),
-    "ours_over_peer": ("checkpoint", "engine", "tok_per_s", "ours_over_peer", "prefill_tok_per_s"),
-    "computes": ("checkpoint", "engine", "version", "computes"),
+    "ours_over_peer": ("model", "engine", "tok_per_s", "ours_over_peer", "prefill_tok_per_s"),
+    "computes": ("model", "engine", "version", "computes"),
 }
 
 
 def page(record: Json) -> list[Block]:
     """Lay out the page of a run; a table without rows is left out."""
     platform, rate = record["provenance"]["device"]["platform"], record["config"]["synthetic_acceptance"]
-    rows = [*map(_derived, record["rows"]), *_published(record["rows"], record["config"]["published"])]
+    rows = [*record["rows"], *_published(record["rows"], record["config"]["published"])]
     checks = [(row["section"], _result(row)) for row in rows if CHECKS & row.keys()]
     tables = [table([row for row in rows if key in row], *TABLES[key]) for key in TABLES]
     return [
@@ -44,31 +43,19 @@ def page(record: Json) -> list[Block]:
     ]
 
 
-def _derived(row: Json) -> Json:
-    """Add to a row what follows from its figures."""
-    if row.get("mb") and row.get("us"):
-        return {**row, "gb_per_s": 1e3 * row["mb"] / row["us"]}
-    profile = row.get("profile")
-    return row | profile if isinstance(profile, dict) else row
-
-
-def _published(rows: list[Json], published: list[Json]) -> Iterable[Json]:
-    """Project the measured steps at acceptance lengths that others published."""
+def _published(rows: list[Json], published: list[Json]) -> Iterator[Json]:
+    """Project the measured greedy steps of one request at acceptance lengths that others published."""
+    alone = [row for row in rows if "cycle_cost" in row and row["batch"] == 1 and not row["temperature"]]
     for known in published:
-        for row in rows:
-            alone = row.get("batch") == 1 and row.get("draft_vocab") == row.get("vocab_size")
-            if "cycle_cost" not in row or not alone or row["temperature"]:
-                continue
-            if all(row[name] == known[name] for name in ("shape", "drafter", "k")):
+        for row in alone:
+            whole_head = row["draft_vocab"] == row["vocab_size"]
+            if whole_head and all(row[name] == known[name] for name in ("shape", "drafter", "k")):
                 length = known["acceptance_length"]
                 yield known | {"tok_per_s": 1e3 * length / row["step_ms"], "over_plain": length / row["cycle_cost"]}
 
 
 def _result(row: Json) -> str:
-    hidden = ("section", "said", "at")
-    return ", ".join(f"{name} {short(value)}" for name, value in row.items() if name not in hidden)
+    def short(value: object) -> str:
+        return number_text(value) if isinstance(value, float) else str(value).replace("\n", " ")[:160]
 
-
-def short(value: Any) -> str:
-    """Shorten a value for a cell."""
-    return number_text(value) if isinstance(value, float) else str(value).replace("\n", " ")[:160]
+    return ", ".join(f"{name} {short(value)}" for name, value in row.items() if name not in HIDDEN)

@@ -10,7 +10,7 @@ from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.profile import STEPS, record
 from target.config import TargetConfig
-from target.params import MoeParams, TargetParams
+from target.params import TargetParams
 
 EXPERTS, ATTENTION, PRODUCTS, REST = PARTS = ("experts, with router", "attention", "qkv, output and head", "rest")
 # prefixes of the names of kernels, with cuBLAS' and XLA's
@@ -33,31 +33,23 @@ def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> di
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     before = 0.0
     for start, end, name in sorted(_kernels(trace)):
-        spent[part_of(name)] += max(0.0, end - max(start, before))
+        part = next((part for part, names in NAMES.items() if name.startswith(names)), REST)
+        spent[part] += max(0.0, end - max(start, before))
         before = max(before, end)
     return {part: nanoseconds / 1e3 / num_steps for part, nanoseconds in spent.items()}
 
 
-def part_of(kernel: str) -> str:
-    """Find a kernel's part by its name."""
-    return next((part for part, names in NAMES.items() if kernel.startswith(names)), REST)
-
-
 def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, context: int) -> dict[str, float]:
-    """Estimate the bytes that parts of a plain step read, for `rows` sequences of `context`."""
+    """Estimate the bytes that parts of a plain step read, for `rows` sequences of `context`; experts at random."""
     dense = tree_bytes([(layer.attention.qkv, layer.attention.out) for layer in params.layers])
+    selected = 1 - (1 - config.top_k / config.num_experts) ** rows
     a_row = 2 * config.num_kv_heads * config.head_dim * params.dtype.itemsize
     positions = (min(context, config.window(layer) or context) for layer in range(config.num_layers))
     return {
-        EXPERTS: expert_bytes([layer.moe for layer in params.layers], config, rows),
+        EXPERTS: selected * tree_bytes([layer.moe.experts for layer in params.layers]),
         ATTENTION: rows * a_row * sum(positions),
         PRODUCTS: dense + tree_bytes(params.lm_head),
     }
-
-
-def expert_bytes(moes: Sequence[MoeParams], config: TargetConfig, rows: int) -> float:
-    """Estimate the bytes of the experts that `rows` rows select: k of E each, uniformly and independently."""
-    return tree_bytes([moe.experts for moe in moes]) * (1 - (1 - config.top_k / config.num_experts) ** rows)
 
 
 def _kernels(trace: Path) -> Iterator[tuple[float, float, str]]:

@@ -32,7 +32,10 @@ FIGURES = ("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s")
 
 def over_engine(pair: Pair, loads: Sequence[Load] = LOADS) -> Iterator[Json]:
     """Measure plain decoding by the engine alone, then by a server of the same engine; yield a row of each load."""
-    vocab_size, served_pair = pair.plain_target.vocab_size, with_bytes(pair)
+    vocab_size = pair.plain_target.vocab_size
+    with tempfile.TemporaryDirectory() as directory:  # answers are texts: its texts are bytes
+        write_tokenizer(byte_level_tokens(vocab_size), Path(directory))
+        served_pair = replace(pair, tokenizer=load_tokenizer(Path(directory)))
     for load in loads:
         prompts = random_prompts(vocab_size, load, seed=load.clients)
         engine = engine_of(pair, 0, load)
@@ -50,13 +53,6 @@ def over_engine(pair: Pair, loads: Sequence[Load] = LOADS) -> Iterator[Json]:
                 ratios([line["tok_per_s"] for line in served], [line["tok_per_s"] for line in alone])
             ),
         }
-
-
-def with_bytes(pair: Pair) -> Pair:
-    """Give a pair a tokenizer whose texts are bytes, because answers are texts."""
-    with tempfile.TemporaryDirectory() as directory:
-        write_tokenizer(byte_level_tokens(pair.plain_target.vocab_size), Path(directory))
-        return replace(pair, tokenizer=load_tokenizer(Path(directory)))
 
 
 @contextlib.contextmanager

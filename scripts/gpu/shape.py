@@ -191,7 +191,8 @@ class Shape:
                 spent = parts(engine, requests, Path(directory))
             read = bytes_of_parts(self.weights, self.config, batch, PROMPT_TOKENS + PROFILED_TOKENS // 2)
             for part, us in spent.items():
-                yield {"shape": self.name, "part": part, "batch": batch, "us": us, "mb": read.get(part, 0.0) / 1e6}
+                row = {"shape": self.name, "part": part, "batch": batch, "us": us, "mb": read.get(part, 0.0) / 1e6}
+                yield {**row, "gb_per_s": 1e3 * row["mb"] / us} if row["mb"] and us else row
 
     def server(self) -> Iterator[Json]:
         """Compare the server with its engine alone."""
@@ -252,7 +253,6 @@ def shares(engine: AnyEngine, request: Request) -> Json:
     """Profile the parts of a step, or say why that failed."""
     with tempfile.TemporaryDirectory() as directory:
         try:
-            times = profile(engine, [request], Path(directory))
+            return {**dataclasses.asdict(profile(engine, [request], Path(directory))), "directory": None}
         except (InputError, OSError, RuntimeError) as error:
             return {"profile": str(error)}
-    return {"profile": dataclasses.asdict(times) | {"directory": None}}

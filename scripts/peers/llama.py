@@ -1,19 +1,38 @@
-"""llama.cpp's side of a comparison: a build of the driver, files for it, and the options of its own speculation."""
+"""llama.cpp in a comparison: a build of the driver, files for it, and the options of its own speculation."""
 
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peagle.base.errors import InputError
-from peagle.loading.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, resolve
+from peagle.measure.provenance import num_threads
 from scripts.peers.remote import Child
-from scripts.runs import last_line
+from scripts.runs import last_line, turns
 
 CONVERTER = Path(__file__).with_name("llama_cpp") / "convert.py"
-DRAFTERS = {"eagle3": DEMO_EAGLE3, "dflash": DEMO_DFLASH}  # the demo's, by llama.cpp's names of their kinds
+NGRAM = "ngram"
+DFLASH_K = 7  # its block; for a smaller K llama.cpp runs a shorter one, for which the drafter was not trained
+LOOKED_UP = 3  # tokens, of n-grams; llama.cpp's default is 12, with 48 drafts
+TRIALS, TRIED_PROMPTS, TRIED_TOKENS = 3, 6, 64  # of a number of threads
+
+
+class LlamaCpp(Child):
+    """The driver, with the answers of worker.Engine."""
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Call the driver, which counts passes: of one request, its steps."""
+        answer = super().call(do, **arguments)
+        return {**answer, "steps": answer["passes"]}
+
+    def seconds(self, prompts: Sequence[Sequence[int]]) -> float:
+        """Time the decoding of prompts."""
+        tried = {"num_tokens": TRIED_TOKENS, "stop_token_ids": []}
+        return sum(self.call("decode", prompts=[prompt], **tried)["decode_s"] for prompt in prompts)
 
 
 @dataclass(frozen=True)
@@ -32,18 +51,34 @@ class Build:
             raise InputError(f"--llama-cpp {folder} has no driver; expected a folder built as --help says")
         return cls(folder.resolve() / "driver", Path(sources[1]))
 
-    def start(self, target: Path, context: int, num_threads: int, options: tuple[str, ...] = ()) -> Child:
-        """Load a GGUF file, and what the options name, in a process of its own. Raises InputError."""
-        sizes = {"-c": context, "-b": context, "-t": num_threads}
-        command = [str(self.driver), "-m", str(target), *(word for pair in sizes.items() for word in map(str, pair))]
-        return Child("llama.cpp", [*command, *options])
+    def start(
+        self, target: Path, context: int, prompts: Sequence[Sequence[int]], drafting: Sequence[str] = ()
+    ) -> LlamaCpp:
+        """Load a GGUF file on all processors and on one; keep what decodes faster. Raises InputError."""
+        command = [self.driver, "-m", target, "-c", context, "-b", context, *drafting]
+        counts = sorted({1, num_threads() or 1})
+        children = [LlamaCpp("llama.cpp", [*map(str, command), "-t", str(count)]) for count in counts]
+        seconds: dict[LlamaCpp, list[float]] = {child: [] for child in children}
+        for _, child in turns(children, TRIALS if len(children) > 1 else 0):
+            seconds[child].append(child.seconds(prompts[:TRIED_PROMPTS]))
+        best, *others = sorted(children, key=lambda child: min(seconds[child]))
+        for child in others:
+            child.close()
+        features = ", ".join(re.findall(r"(\w+) = 1", best.described["computes"]))
+        best.described["computes"] = f"{best.described['threads']} threads; {features}"
+        return best
 
-    def write_demo(self, folder: Path) -> Path:
-        """Write the demo's target and drafters as GGUF files; return the target's."""
-        target = resolve(DEMO, "target")
-        for kind, drafter in DRAFTERS.items():
-            convert(self.sources, resolve(drafter, "drafter"), folder / f"{kind}.gguf", "--target-model-dir", target)
-        return convert(self.sources, target, folder / "target.gguf")
+    def converted(self, checkpoint: Path, out: Path, *options: str | Path) -> Path:
+        """Write a GGUF file, unless it is there."""
+        return out if out.exists() else convert(self.sources, checkpoint, out, *options)
+
+    def drafting(self, target: Path, drafter: str, directory: str, k: int, out: Path) -> tuple[str, ...]:
+        """Name the options that draft with a drafter: NGRAM, or of a kind of llama.cpp's, whose file is `out`."""
+        if drafter == NGRAM:
+            size = "--spec-ngram-simple-size"
+            return ("--spec-type", "ngram-simple", f"{size}-n", str(LOOKED_UP), f"{size}-m", str(k))
+        file = self.converted(Path(directory), out, "--target-model-dir", target)
+        return ("-md", str(file), "--spec-type", f"draft-{drafter}", "--spec-draft-n-max", str(k))
 
 
 def convert(sources: Path, checkpoint: Path, out: Path, *options: str | Path) -> Path:
@@ -53,14 +88,3 @@ def convert(sources: Path, checkpoint: Path, out: Path, *options: str | Path) ->
         if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
             raise InputError(f"llama.cpp's converter fails on {checkpoint.name}: {last_line(log)}")
     return out
-
-
-def with_drafter(kind: str, k: int, folder: Path) -> tuple[str, ...]:
-    """Name the options that draft with a drafter of `write_demo`."""
-    return ("-md", str(folder / f"{kind}.gguf"), "--spec-type", f"draft-{kind}", "--spec-draft-n-max", str(k))
-
-
-def with_ngrams(looked_up: int, k: int) -> tuple[str, ...]:
-    """Name the options that draft what followed the last `looked_up` tokens before."""
-    size = "--spec-ngram-simple-size"
-    return ("--spec-type", "ngram-simple", f"{size}-n", str(looked_up), f"{size}-m", str(k))

@@ -1,9 +1,11 @@
 """This project's engine in a comparison."""
 
 import time
+import warnings
 from typing import Any, Literal
 
 import peagle
+from peagle.base.errors import InputWarning
 from peagle.engine.request import Request
 from peagle.measure.provenance import version_of
 from peagle.pair import Pair
@@ -11,20 +13,22 @@ from peagle.pair import Pair
 
 def load(
     directory: str,
+    context: int,
     kernels: Literal["auto", "native", "xla"],
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Literal["float32", "bfloat16"] | None = None,
     drafter: str | None = None,
-    num_drafts: int = 0,
 ) -> "Ours":
     """Load a checkpoint, with a drafter or without. Raises InputError if these kernels do not run."""
-    return Ours(peagle.load(directory, drafter, kernels=kernels, dtype=dtype), num_drafts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InputWarning)  # of a random target's missing tokenizer
+        return Ours(peagle.load(directory, drafter, kernels=kernels, dtype=dtype), context)
 
 
 class Ours:
     """See worker.Engine."""
 
-    def __init__(self, pair: Pair, num_drafts: int = 0) -> None:
-        self._pair, self._num_drafts = pair, num_drafts
+    def __init__(self, pair: Pair, context: int) -> None:
+        self._pair, self._context = pair, context
 
     def describe(self) -> dict[str, Any]:
         loaded = self._pair.loaded
@@ -33,26 +37,25 @@ class Ours:
             "computes": f"{loaded.kernels}; {loaded.dtype} activations; experts {loaded.experts}",
         }
 
-    def decode(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    def decode(
+        self, prompts: list[list[int]], num_tokens: int, stop_token_ids: list[int], num_drafts: int | str = 0
+    ) -> dict[str, Any]:
         """See worker.Engine. The engine has a slot for each request."""
-
-        def requests_of(budget: int) -> list[Request]:
-            return [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
-
-        context = self._pair.capacity(requests_of(num_tokens))
-        engine = self._pair.engine(self._pair.engine_config(self._num_drafts, slots=len(prompts), context=context))
+        engine = self._pair.engine(
+            self._pair.engine_config(num_drafts, slots=len(prompts), context=self._context)  # type: ignore[arg-type]
+        )
         engine.warm_up()
 
         def timed(budget: int) -> tuple[float, int, list[list[int]]]:
             """Return (seconds, steps of all requests, their tokens)."""
             tokens: list[list[int]] = [[] for _ in prompts]
+            requests = [Request(tuple(ids), budget, stop_token_ids=tuple(stop_token_ids)) for ids in prompts]
             started, steps = time.perf_counter(), 0
-            for index, chunk in engine.generate(requests_of(budget)):
+            for index, chunk in engine.generate(requests):
                 tokens[index] += chunk.token_ids
                 steps += len(chunk.steps)
             return time.perf_counter() - started, steps, tokens
 
-        timed(1)  # the pages' first use takes longer
         prefill_s, _, _ = timed(1)
         whole_s, steps, tokens = timed(num_tokens)
         steps_of_one = steps / len(prompts)

@@ -63,7 +63,7 @@ class Transformers:
 
         def seconds(figure: str, num_tokens: int, way: str) -> float:
             try:
-                runs = [self.decode([prompt_ids], num_tokens)[figure] for _ in range(TRIALS)]
+                runs = [self.decode([prompt_ids], num_tokens, [])[figure] for _ in range(TRIALS)]
             except Exception as error:  # what does not run is recorded by its error
                 self._errors[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 return float("inf")
@@ -82,22 +82,22 @@ class Transformers:
         ways = [(name, static) for name in FOR_DECODING for static in caches]
         self._for_decoding, self._static = min(ways, key=decoding_by)
 
-    def decode(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    def decode(self, prompts: list[list[int]], num_tokens: int, stop_token_ids: list[int]) -> dict[str, Any]:
         """See worker.Engine."""
         (prompt_ids,) = prompts
         if self._static:
             self._model.set_experts_implementation(self._for_decoding)
-            prefill_s, _ = self._generate(prompt_ids, 1)
-            whole_s, token_ids = self._generate(prompt_ids, num_tokens)
+            prefill_s, _ = self._generate(prompt_ids, 1, [])
+            whole_s, token_ids = self._generate(prompt_ids, num_tokens, stop_token_ids)
         else:
             started = time.perf_counter()
             token_ids = [self._begin(prompt_ids)]
             prefill_s = time.perf_counter() - started
-            while len(token_ids) < num_tokens:
+            while len(token_ids) < num_tokens and token_ids[-1] not in stop_token_ids:
                 token_ids.append(self._next(token_ids[-1]))
             whole_s = time.perf_counter() - started
-        decode_s = whole_s - prefill_s
-        return {"prefill_s": prefill_s, "decode_s": decode_s, "steps": num_tokens - 1, "token_ids": [token_ids]}
+        decode_s, steps = whole_s - prefill_s, len(token_ids) - 1
+        return {"prefill_s": prefill_s, "decode_s": decode_s, "steps": steps, "token_ids": [token_ids]}
 
     @torch.inference_mode()
     def _begin(self, prompt_ids: list[int]) -> int:
@@ -120,11 +120,12 @@ class Transformers:
         return torch.tensor([token_ids], device=self._model.device)
 
     @torch.inference_mode()
-    def _generate(self, prompt_ids: list[int], num_tokens: int) -> tuple[float, list[int]]:
+    def _generate(self, prompt_ids: list[int], num_tokens: int, stops: list[int]) -> tuple[float, list[int]]:
         """Decode by transformers' own loop with a static cache; return (seconds, greedy tokens)."""
         config = GenerationConfig(
             max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
+            min_new_tokens=None if stops else num_tokens,
+            eos_token_id=stops or None,
             do_sample=False,
             cache_implementation="static",
             pad_token_id=0,
@@ -134,6 +135,6 @@ class Transformers:
         tokens = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
         token_ids: list[int] = tokens[0, len(prompt_ids) :].tolist()
         seconds = time.perf_counter() - started
-        if len(token_ids) < num_tokens:
+        if len(token_ids) < num_tokens and not stops:
             raise RuntimeError(f"{len(token_ids)} tokens came; expected {num_tokens}")
         return seconds, token_ids

@@ -74,11 +74,11 @@ class Vllm:
     def describe(self) -> dict[str, Any]:
         return {"version": f"vLLM {vllm.__version__}, torch {torch.__version__}", "computes": self._computes}
 
-    def decode(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    def decode(self, prompts: list[list[int]], num_tokens: int, stop_token_ids: list[int]) -> dict[str, Any]:
         """See worker.Engine."""
-        prefill_s, _ = self._timed(prompts, 1)
+        prefill_s, _ = self._timed(prompts, 1, stop_token_ids)
         before = self._num_steps()
-        whole_s, token_ids = self._timed(prompts, num_tokens)
+        whole_s, token_ids = self._timed(prompts, num_tokens, stop_token_ids)
         steps = (self._num_steps() - before) / len(prompts) or num_tokens - 1  # counted with drafts alone
         return {"prefill_s": prefill_s, "decode_s": whole_s - prefill_s, "steps": steps, "token_ids": token_ids}
 
@@ -93,10 +93,12 @@ class Vllm:
             raise RuntimeError("vLLM counted no steps of this request")
         return {"token_ids": list(output.token_ids), "speculative_decoding": output.spec_decode_metrics.to_dict()}
 
-    def _timed(self, prompts: Sequence[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
+    def _timed(
+        self, prompts: Sequence[list[int]], num_tokens: int, stop_token_ids: list[int]
+    ) -> tuple[float, list[list[int]]]:
         """Decode so many tokens of every prompt; return (seconds, the tokens)."""
         started = time.perf_counter()
-        outputs = self._generate(prompts, num_tokens, ignore_eos=True)
+        outputs = self._generate(prompts, num_tokens, ignore_eos=True, stop_token_ids=stop_token_ids)
         return time.perf_counter() - started, [list(output.token_ids) for output in outputs]
 
     def _generate(self, prompts: Sequence[list[int]], num_tokens: int, **options: Any) -> list[Any]:

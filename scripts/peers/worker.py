@@ -30,10 +30,11 @@ class Engine(Protocol):
         """Name the software for the page: {"version": ..., "computes": ...}."""
         ...
 
-    def decode(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    def decode(self, prompts: list[list[int]], num_tokens: int, stop_token_ids: list[int]) -> dict[str, Any]:
         """Decode the prompts together, greedily: {"prefill_s", "decode_s", "steps": of a request, "token_ids"}.
 
-        decode_s: of all tokens of all requests, less prefill_s: of one token each, which the prompts take.
+        An answer ends with a stop token. decode_s: of all tokens of all requests, less prefill_s: of one token each,
+        which the prompts take.
         """
         ...
 

@@ -2,11 +2,11 @@
 
     python -m scripts.bench serve --out RUN                                         # the demo pair, minutes
     python -m scripts.bench serve --out RUN --target /tmp/M --clients 1,8 --requests 5 --peer LLAMA
+    python -m scripts.bench serve --out RUN --clients 1 --tokens-in 1000 --tokens-out 1000     # long ones
 
-First one request at a time, 1000 tokens in and 1000 out; then rounds of shorter ones from several clients (--clients),
-who send a request after the end of the last one. Every server is a process with a slot per client; plain decoding and
-every K of `-k` take turns, round by round. With --engine-alone 1,8 the engine in this process decodes the same
-requests: the difference is the server's. Answers have a fixed number of tokens, and no prompt is cached.
+Each client sends a request after the end of its last one. Every server is a process with a slot per client; plain
+decoding and every K of `-k` take turns, round by round. With --engine-alone 1,8 the engine in this process decodes the
+same requests: the difference is the server's. Answers have a fixed number of tokens, and no prompt is cached.
 
 --peer: a folder of llama.cpp, as the source package of llama-cpp-python has one, in which its server was compiled
 (cmake -S LLAMA -B LLAMA/build -DLLAMA_CURL=OFF; cmake --build LLAMA/build -t llama-server), or the URL of a running
@@ -15,9 +15,7 @@ one. It reads the same checkpoint as a GGUF file. A checkpoint without a tokeniz
 
 import argparse
 import contextlib
-import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +31,6 @@ from peagle.measure.reports import Block
 from peagle.measure.sweep.plan import K
 from peagle.pair import Pair
 from scripts import runs
-from scripts.peers.bystanders import Bystanders
 from scripts.runs import Json, Lines, Progress, Run
 from scripts.serving import servers
 from scripts.serving.client import Reply, figures, together
@@ -43,22 +40,16 @@ from scripts.serving.servers import Server
 PEER = "llama.cpp"
 BINARY = "build/bin/llama-server"  # in a folder of llama.cpp
 LOAD = ("clients", "tokens_in", "tokens_out", "variant")  # columns that name a row
-FIGURES = (  # of which a row has the spreads over rounds
-    *("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s", "acceptance_length"),
-    *("server_cpu_s", "client_cpu_s", "others_frac"),
-)
+FIGURES = ("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s", "acceptance_length")  # of a row: spreads over rounds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     runs.add_run_options(parser, 3, "after one that warms up")
     add_model_options(parser)
-    parser.add_argument("--requests", type=int, default=20, help="one at a time; 0: none (default %(default)s)")
-    parser.add_argument("--tokens-in", type=int, default=1000, help="of their prompts (default %(default)s)")
-    parser.add_argument("--tokens-out", type=int, default=1000, help="of their answers (default %(default)s)")
     parser.add_argument("--clients", default="1,8,32", help="requests at once (default %(default)s)")
-    parser.add_argument("--round-requests", type=int, default=32, help="at least, a round (default %(default)s)")
-    parser.add_argument("--round-in", type=int, default=128, help="tokens of their prompts (default %(default)s)")
-    parser.add_argument("--round-out", type=int, default=256, help="tokens of their answers (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=32, help="at least, a round (default %(default)s)")
+    parser.add_argument("--tokens-in", type=int, default=128, help="of their prompts (default %(default)s)")
+    parser.add_argument("--tokens-out", type=int, default=256, help="of their answers (default %(default)s)")
     parser.add_argument("--engine-alone", default="1,8", help="of --clients, those to compare (default %(default)s)")
     parser.add_argument("--peer", metavar="FOLDER|URL", help="llama.cpp's server (default: none)")
 
@@ -77,18 +68,16 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
 def loads_of(options: argparse.Namespace) -> list[Load]:
     """List the loads. Raises InputError for bad options."""
     expect_new(options.out)
-    runs.expect_least(1, options, "tokens_in", "round_requests", "round_in", "rounds")
-    runs.expect_least(2, options, "tokens_out", "round_out")  # times between tokens are measured
-    runs.expect_least(0, options, "requests")
+    runs.expect_least(1, options, "rounds", "requests", "tokens_in")
+    runs.expect_least(2, options, "tokens_out")  # times between tokens are measured
     if (folder := folder_of(options.peer)) and not (folder / BINARY).exists():
         raise InputError(f"--peer {folder} has no {BINARY}; expected a folder of llama.cpp with it, or a server's URL")
     alone = runs.numbers("--engine-alone", options.engine_alone)
-    rounds = [
-        Load(n, max(options.round_requests, n), options.round_in, options.round_out, options.rounds, n in alone)
-        for n in runs.numbers("--clients", options.clients)
+    shape = (options.tokens_in, options.tokens_out, options.rounds)
+    return [
+        Load(clients, max(options.requests, clients), *shape, clients in alone)
+        for clients in runs.numbers("--clients", options.clients)
     ]
-    one_at_a_time = Load(1, options.requests, options.tokens_in, options.tokens_out, 1)
-    return [one_at_a_time, *rounds] if options.requests else rounds
 
 
 def folder_of(peer: str | None) -> Path | None:
@@ -160,11 +149,11 @@ def rounds(
         now, token_ids = (load, prompts) if number else (short, prompts[: load.clients])
         if place == "server":
             bodies = [body_of(prompt, now, variant) for prompt in token_ids]
-            line = by_server(running[variant], bodies, now.clients)
+            replies = together(running[variant].url, bodies, now.clients)
         else:
-            line = figures(by_engine(engines[variant], token_ids, now))
+            replies = by_engine(engines[variant], token_ids, now)
         if number:
-            yield {**asdict(load), "round": number, "variant": variant, "place": place, **line}
+            yield {**asdict(load), "round": number, "variant": variant, "place": place, **figures(replies)}
 
 
 def body_of(prompt: Sequence[int], load: Load, variant: str) -> Json:
@@ -172,17 +161,6 @@ def body_of(prompt: Sequence[int], load: Load, variant: str) -> Json:
     extra = {"cache_prompt": False} if variant == PEER else {}
     options = {"max_tokens": load.tokens_out, "temperature": 0, "ignore_eos": True}
     return {"prompt": list(prompt), **options, **extra}
-
-
-def by_server(server: Server, bodies: Sequence[Json], clients: int) -> Json:
-    """Measure a server's round, with both sides' processor time."""
-    pids = [] if server.pid is None else [server.pid]
-    with Bystanders(os.getpid(), *pids) as others:
-        server_s, client_s = server.cpu_s(), time.process_time()
-        replies = together(server.url, bodies, clients)
-        client_s, after_s = time.process_time() - client_s, server.cpu_s()
-    server_s = None if server_s is None or after_s is None else after_s - server_s
-    return figures(replies) | {"client_cpu_s": client_s, "server_cpu_s": server_s, "others_frac": others.frac}
 
 
 def by_engine(engine: AnyEngine, prompts: Sequence[Sequence[int]], load: Load) -> list[Reply]:
@@ -222,7 +200,7 @@ def page(record: Json) -> list[Block]:
         "As many slots as clients; medians over rounds, in which all take turns, ratios of the same round. tok/s: "
         "tokens over the time from the first request to the last token, prefill included. itl: the time between two "
         "arrivals of tokens, however many come together. The engine alone decodes the same requests in the client's "
-        "process. Others: their share of the processors' time; a client and its server share the machine."
+        "process. A client and its server share the machine."
     )
     ratios = ("over_plain", "over_peer", "over_engine")
     return [*page_title("The server", record), text, runs.table(record["rows"], *LOAD, *ratios, *FIGURES)]

@@ -4,8 +4,7 @@
 
 Many clients leave, some send invalid requests, and one reads nothing of its streams. An answer must equal that of the
 same request alone, up to where its client left; an invalid request must be refused with the right status. Afterwards no
-slot is held, nothing waits to be sent, all slots answer, memory has not grown, and a server that has just started is
-not faster: both answer the same requests in turns.
+slot is held, nothing waits to be sent, all slots answer, and memory has not grown.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,7 +32,6 @@ from scripts.serving.servers import Server
 SLOTS, PROMPTS, TOKENS_IN, TOKENS_OUT = 4, 24, 128, 64
 LONG_IN, LONG_OUT = 1500, 3000  # tokens of long prompts, and of unread answers
 LEAVING, BAD = 0.3, 0.1  # shares of the requests
-ROUNDS, PASSES = 15, 5  # compared with a fresh server; in a round each answers all requests so often
 UNREAD_S = 30.0  # until a client that reads nothing leaves
 FREE_S = 30.0  # for the slots of the clients that left last
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
@@ -97,8 +94,6 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
         with servers.ours(*serve) as server:
             bodies = mixed_bodies(texts, TOKENS_OUT)
             counts = soak(server, bodies, clients, options.minutes * 60, options.seed, SLOTS, LONG_OUT)
-            with servers.ours(*serve) as fresh:
-                counts["speed_over_fresh"] = over_fresh(server, fresh, bodies, SLOTS)
         Run(options.out, typed, models.config(options)).write(page, soak={"variant": variant, **counts})
     return 0
 
@@ -130,10 +125,9 @@ def soak(
     except ERRORS as error:
         raise InputError(f"{server.url} does not answer: {error or type(error).__name__}") from None
     crowd = Crowd(server.url, bodies, expected, time.monotonic() + seconds, turns)
-    threads = [
-        threading.Thread(target=crowd.client, args=(random.Random(f"{seed} {number}"),)) for number in range(clients)
-    ]
-    threads.append(threading.Thread(target=crowd.reads_nothing, args=(longest,)))
+    rngs = [random.Random(f"{seed} {number}") for number in range(clients + 1)]
+    threads = [threading.Thread(target=crowd.client, args=(rng,)) for rng in rngs[1:]]
+    threads.append(threading.Thread(target=crowd.read_nothing, args=(rngs[0], longest)))
     for thread in threads:
         thread.start()
     sizes = []
@@ -143,15 +137,16 @@ def soak(
     for thread in threads:
         thread.join()
     memory = [size for size in sizes if size is not None]
+    counts = {name: crowd.counts[name] for name in ("answered", "left", "bad", "unread", "refused")}
     leaked = held_requests(server)
-    after = [text_or_none(server.url, body) for body in bodies[:slots]]
-    wrong = len(crowd.wrong) + sum(text != known for text, known in zip(after, expected, strict=False))
+    for number in range(slots):  # all of them still answer
+        crowd.attempt(lambda _, number=number: crowd.compare(number, whole(server.url, bodies[number])), rngs[0])
     return {
         "clients": clients,
         "slots": slots,
         "minutes": seconds / 60,
-        **{name: crowd.counts[name] for name in ("answered", "left", "bad", "unread", "refused")},
-        "wrong": wrong,
+        **counts,
+        "wrong": len(crowd.wrong),
         "failed": len(crowd.failed),
         "leaked_slots": leaked,
         **server_counts(server),
@@ -183,27 +178,21 @@ class Crowd:
         turn = 0
         while time.monotonic() < self.end or turn < self.turns:
             turn += 1
-            self.try_to(self.send_invalid if rng.random() < BAD else self.send, rng)
+            self.attempt(self.send_invalid if rng.random() < BAD else self.send, rng)
 
-    def reads_nothing(self, longest: int) -> None:
+    def read_nothing(self, rng: random.Random, longest: int) -> None:
         """Request long streams until the end, and read nothing of them."""
-
-        def send(_: random.Random) -> str:
-            stall(self.url, {**self.bodies[0], **UNREAD, "max_tokens": longest}, min(UNREAD_S, left))
-            return "unread"
-
-        rng = random.Random(longest)
+        body = {**self.bodies[0], **UNREAD, "max_tokens": longest}
         while (left := self.end - time.monotonic()) > 0:
-            self.try_to(send, rng)
+            self.attempt(lambda _, left=left: stall(self.url, body, min(UNREAD_S, left)) or "unread", rng)
 
-    def try_to(self, send: Callable[[random.Random], str], rng: random.Random) -> None:
+    def attempt(self, send: Callable[[random.Random], str], rng: random.Random) -> None:
         """Send a request and count its outcome; wait a little if the queue was full."""
         try:
             outcome = send(rng)
         except ERRORS as error:
             if not isinstance(error, RefusedError) or error.status != http.client.TOO_MANY_REQUESTS:
-                with self.lock:
-                    self.failed.append(str(error) or type(error).__name__)
+                self.failed.append(str(error) or type(error).__name__)
                 return
             outcome = "refused"
             time.sleep(rng.uniform(0, LONGEST_WAIT_S))
@@ -212,21 +201,23 @@ class Crowd:
 
     def send(self, rng: random.Random) -> str:
         """Send a request, whole or streamed, and compare its text; some clients leave early."""
-        number = rng.randrange(len(self.bodies))
-        body, known = self.bodies[number], self.expected[number]
-        leaves, text = rng.random() < LEAVING, ""
+        number, leaves = rng.randrange(len(self.bodies)), rng.random() < LEAVING
+        body = self.bodies[number]
         if rng.random() < 0.5:
             arrivals = rng.randrange(8) if leaves else -1
             reply = stream(self.url, body, lambda count: count == arrivals)
-            text, leaves = reply.text, reply.left
-        elif leaves:
+            return self.compare(number, reply.text, reply.left)
+        if leaves:
             leave_unread(self.url, body, rng.uniform(0, LONGEST_WAIT_S))
-        else:
-            text = whole(self.url, body)
-        if text != known and not (leaves and known.startswith(text)):
-            with self.lock:
-                self.wrong.append(f"request {number}: {text[:80]!r}; expected {known[:80]!r}")
-        return "left" if leaves else "answered"
+            return "left"
+        return self.compare(number, whole(self.url, body))
+
+    def compare(self, number: int, text: str, left: bool = False) -> str:
+        """Compare an answer, up to where its client left, with its request's alone."""
+        known = self.expected[number]
+        if text != known and not (left and known.startswith(text)):
+            self.wrong.append(f"request {number}: {text[:80]!r}; expected {known[:80]!r}")
+        return "left" if left else "answered"
 
     def send_invalid(self, rng: random.Random) -> str:
         """Send an invalid request. Raises HTTPException for another status than the right one."""
@@ -235,13 +226,6 @@ class Crowd:
         if status != expected:
             raise http.client.HTTPException(f"{method} {path} {body[:80]!r}: status {status}; expected {expected}")
         return "bad"
-
-
-def text_or_none(url: str, body: Json) -> str | None:
-    try:
-        return whole(url, body)
-    except ERRORS:
-        return None
 
 
 def held_requests(server: Server) -> int:
@@ -269,23 +253,6 @@ def server_counts(server: Server) -> Json:
     }
 
 
-def over_fresh(server: Server, fresh: Server, bodies: Sequence[Json], slots: int) -> Json:
-    """Compare the speed of a server with that of one that has just started: both answer all bodies, in turns."""
-
-    def answer_all(url: str) -> float:
-        began = time.monotonic()
-        with ThreadPoolExecutor(slots) as pool:
-            list(pool.map(lambda body: whole(url, body), [*bodies] * PASSES))
-        return time.monotonic() - began
-
-    seconds: dict[str, list[float]] = {server.url: [], fresh.url: []}
-    for number, url in runs.turns([*seconds], ROUNDS):
-        taken = answer_all(url)
-        if number:
-            seconds[url].append(taken)
-    return runs.spread(runs.ratios(seconds[fresh.url], seconds[server.url]))
-
-
 def growth(sizes: Sequence[int]) -> float | None:
     """Compare the medians of the last and second tenth; None for fewer than 20 samples."""
     tenth = len(sizes) // 10
@@ -303,7 +270,7 @@ def page(record: Json) -> list[Block]:
         "its request's alone, up to where its client left. Answered: read to their ends. Bad: invalid requests, 1 of "
         "10, that were refused with the right status. Unread: streams of one more client. "
         "Refused: with status 429, since the queue was full. Memory growth: the last tenth of the time over its second "
-        f"tenth. Speed over fresh: afterwards, over that of a server that has just started, {ROUNDS} rounds in turns."
+        "tenth."
     )
     names = [name for name in counts if name != "first_wrong"]
     table = Table(("", ""), [(header(name), text_of(counts, name)) for name in names])

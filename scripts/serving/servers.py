@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.base.errors import InputError
-from scripts.peers import bystanders
 from scripts.runs import Json, last_line
 
 PATIENCE_S = 600.0  # for loading, compiling and warming up
@@ -33,13 +33,12 @@ class Server:
     url: str
     pid: int | None = None
 
-    def cpu_s(self) -> float | None:
-        """Return its processor time; None if that is not known."""
-        return None if self.pid is None else bystanders.cpu_s(self.pid)
-
     def memory_bytes(self) -> int | None:
-        """Return its memory; None if that is not known."""
-        return None if self.pid is None else bystanders.memory_bytes(self.pid)
+        """Return the resident memory of its process; None if that is not known."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return None
 
     def get(self, path: str) -> bytes:
         """Read a page. Raises OSError."""

@@ -25,7 +25,6 @@ from peagle.config import EngineConfig, LoadConfig
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
 from peagle.text.tokenizer import detokenize
-from scripts.peers.bystanders import cpu_s
 from scripts.serving import client
 from scripts.serving.servers import free_port
 from tests.support.pairs import TARGET, Directories, write_drafter, write_target, write_tokenizer
@@ -126,6 +125,12 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+def cpu_s(pid: int) -> float:
+    """Return the processor time of a process, over all its threads."""
+    own = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, own)) / os.sysconf("SC_CLK_TCK")
+
+
 def processes(deployment: str) -> list[int]:
     """List the process ids of a deployment's replicas on this machine."""
     replicas = []
@@ -158,8 +163,8 @@ def test_a_replica_that_is_scaled_away_ends_its_streams_whole(url: str, alone: A
         try:
             until(lambda: decoding("RUNNING") == 2)
             (newest,) = set(processes("Decode")) - {first}
-            idle_s = cpu_s(newest) or 0.0
-            until(lambda: (cpu_s(newest) or 0.0) > idle_s + 0.3)  # it decodes
+            idle_s = cpu_s(newest)
+            until(lambda: cpu_s(newest) > idle_s + 0.3)  # it decodes
         finally:
             scaled.set()
         os.kill(newest, signal.SIGSTOP)
