@@ -9,7 +9,6 @@ import dataclasses
 import math
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -125,27 +124,25 @@ class Lines:
 
 
 class Progress:
-    """One line on standard error, overwritten: the current part, and the time left for `total` parts."""
+    """One line on standard error, overwritten: the current part of `begin`'s total."""
 
     def __init__(self, prefix: str = "", total: int = 0) -> None:
         self._prefix, self._longest = prefix, 0
         self.begin(total)
 
     def __call__(self, what: str) -> None:
-        line = " ".join(filter(None, (self._prefix, what)))
+        line = f"{self._prefix} {what}".strip()
         self._longest = max(self._longest, len(line))
         print(f"\r{line:<{self._longest}}", end="", file=sys.stderr, flush=True)
 
     def begin(self, total: int) -> None:
         """Count parts from here on."""
-        self._total, self._done, self._started = total, 0, time.monotonic()
+        self._total, self._begun = total, 0
 
     def part(self, what: str) -> None:
-        """Show the part that begins now, with the time left if one is done."""
-        took = time.monotonic() - self._started
-        left = f", {took / self._done * (self._total - self._done):.0f} s left" if self._done else ""
-        self(f"{self._done + 1} of {self._total}: {what}{left}")
-        self._done += 1
+        """Show the part that begins now."""
+        self._begun += 1
+        self(f"{self._begun} of {self._total}: {what}")
 
     def end(self) -> None:
         """Finish the line."""

@@ -18,7 +18,7 @@ from target.load import write_target
 
 DIRECTORY = ROOT / "tests" / "golden" / "target"
 # long enough to wrap the ring of a window of 6 twice, and to exceed YaRN's original length
-BATCH, LENGTH = 2, 30
+BATCH, LENGTH, SEED = 2, 30, 0
 CONFIG = geometry(
     hidden=32,
     layers=3,
@@ -33,8 +33,8 @@ CONFIG = geometry(
 )
 
 
-def record(directory: Path, seed: int) -> None:
-    write_target(directory, CONFIG, random_tensors(CONFIG, mxfp4=True, seed=seed), mxfp4=True, stop_token_ids=(46, 3))
+def record(directory: Path) -> None:
+    write_target(directory, CONFIG, random_tensors(CONFIG, mxfp4=True, seed=SEED), mxfp4=True, stop_token_ids=(46, 3))
     model = transformers.GptOssForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
@@ -42,7 +42,7 @@ def record(directory: Path, seed: int) -> None:
         experts_implementation="eager",
         quantization_config=transformers.Mxfp4Config(dequantize=True),
     ).eval()
-    token_ids = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (BATCH, LENGTH))
+    token_ids = np.random.default_rng(SEED).integers(0, CONFIG.vocab_size, (BATCH, LENGTH))
     outputs: list[np.ndarray] = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(first(output).numpy()))
@@ -53,7 +53,7 @@ def record(directory: Path, seed: int) -> None:
         token_ids=token_ids.astype(np.int32),
         logits=logits,
         layer_outputs=np.stack(outputs),  # [layers, BATCH, LENGTH, D]
-        recorded_with=np.array(f"transformers {transformers.__version__}, torch {torch.__version__}, seed {seed}"),
+        recorded_with=np.array(f"transformers {transformers.__version__}, torch {torch.__version__}, seed {SEED}"),
     )
 
 
@@ -64,13 +64,6 @@ def first(output: object) -> torch.Tensor:
     return state
 
 
-def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--directory", type=Path, default=DIRECTORY)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    record(args.directory, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    new_parser(__doc__).parse_args()
+    record(DIRECTORY)

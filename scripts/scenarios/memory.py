@@ -8,47 +8,39 @@ measures only loading; on CPU the devices share one memory. Prints JSON, in byte
 """
 
 import argparse
+import contextlib
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import jax
-import numpy as np
 
 from peagle.base.errors import InputError
 from peagle.base.strict_json import dumps
-from peagle.config import read_prefill_chunk
 from peagle.engine.request import Request
 from peagle.loading.load import load
-from scripts.runs import expect_least, origin
+from scripts.runs import Json, origin
 
 STATUS = Path("/proc/self/status")
-NEW_TOKENS = 3
+PROMPT, NEW_TOKENS = (0, 1, 2), 3
 INTERVAL_S = 0.001
 
 
-class Peak:
-    """A context that measures the peak anonymous memory of this process."""
+@contextlib.contextmanager
+def peak(figures: Json, name: str, before: int) -> Iterator[None]:
+    """Measure the peak anonymous memory of this process beyond `before`."""
+    seen, ended = [anonymous_bytes()], threading.Event()
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._ended = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
+    def watch() -> None:
+        while not ended.wait(INTERVAL_S):
+            seen[0] = max(seen[0], anonymous_bytes())
 
-    def __enter__(self) -> "Peak":
-        self._watcher.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._watcher.join()
-        self.bytes = max(self.bytes, anonymous_bytes())  # the thread may never have run
-
-    def _watch(self) -> None:
-        while not self._ended.wait(INTERVAL_S):
-            self.bytes = max(self.bytes, anonymous_bytes())
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield
+    ended.set()
+    watcher.join()
+    figures[name] = max(seen[0], anonymous_bytes()) - before  # the thread may never have run
 
 
 def anonymous_bytes() -> int:
@@ -59,50 +51,25 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(
-    directory: str, kernels: str, prompt_tokens: int, prefill_chunk: int | Literal["all"] | None, mesh: str | None
-) -> dict[str, int | float]:
-    """Measure bytes of weights and caches, and the peaks of loading and decoding.
-
-    mesh: load over these devices, and decode nothing.
-    """
-    jax.numpy.zeros(1).block_until_ready()
-    before = anonymous_bytes()
-    started = time.perf_counter()
-    with Peak() as loading:
-        pair = load(directory, None, experts="packed", kernels=kernels, mesh=mesh)  # type: ignore[arg-type]
-    loaded = time.perf_counter()
-    figures = {
-        "weights": sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target)),
-        "loading": loading.bytes - before,
-        "loading_s": round(loaded - started, 2),
-    }
-    if mesh is not None:
-        return figures
-    prompt = np.random.default_rng(0).integers(0, pair.target.vocab_size, prompt_tokens).tolist()
-    request = Request(tuple(prompt), NEW_TOKENS, stop_token_ids=())
-    with Peak() as decoding:
-        engine = pair.engine(pair.engine_config(0, context=pair.capacity([request]), prefill_chunk=prefill_chunk))
-        chunks = [chunk for _, chunk in engine.generate([request])]
-    return {
-        **figures,
-        "caches": sum(engine.memory_bytes()[:2]),
-        "decoding": decoding.bytes - before,
-        "decoding_s": round(chunks[-1].time_s - loaded, 2),
-    }
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="directory of an MXFP4 checkpoint")
     parser.add_argument("--kernels", choices=("auto", "native", "xla"), default="auto")
-    parser.add_argument("--prompt-tokens", type=int, default=3, help="before those decoded (default %(default)s)")
     parser.add_argument("--mesh", help="load over these devices, as tp=4, and decode nothing")
-    parser.add_argument("--prefill-chunk", type=read_prefill_chunk, help="prompt tokens per pass, or all")
 
 
 def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
-    """Measure, and print JSON."""
-    expect_least(1, options, "prompt_tokens")
-    figures = measure(options.target, options.kernels, options.prompt_tokens, options.prefill_chunk, options.mesh)
+    """Measure bytes of weights and caches, and the peaks of loading and decoding; print JSON."""
+    jax.numpy.zeros(1).block_until_ready()
+    figures: Json = {}
+    before = anonymous_bytes()
+    with peak(figures, "loading", before):
+        pair = load(options.target, None, experts="packed", kernels=options.kernels, mesh=options.mesh)
+    figures["weights"] = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target))
+    if options.mesh is None:
+        request = Request(PROMPT, NEW_TOKENS, stop_token_ids=())
+        with peak(figures, "decoding", before):
+            engine = pair.engine(pair.engine_config(0, context=pair.capacity([request])))
+            list(engine.generate([request]))
+        figures["caches"] = sum(engine.memory_bytes()[:2])
     print(dumps({**figures, "provenance": origin("scripts.bench", typed)}, indent=1))
     return 0
