@@ -10,12 +10,10 @@ import pytest
 from peagle.base.errors import InputError
 from peagle.engine.host.engine import Engine
 from peagle.loading.checkpoints import DEMO, resolve
-from peagle.measure.reports import markdown
 from peagle.text.tokenizer import load_tokenizer
-from scripts import bench
 from scripts.runs import Progress
-from scripts.scenarios import serve, soak
-from scripts.scenarios.serve import PEER, by_engine, page, rounds, row_of
+from scripts.scenarios import soak
+from scripts.scenarios.serve import PEER, by_engine, rounds, row_of
 from scripts.serving import client, servers
 from scripts.serving.client import Reply
 from scripts.serving.models import PLAIN, Load, byte_level_tokens, prompts, with_tokenizer
@@ -26,10 +24,6 @@ from tests.support.running import running
 
 LOAD = Load(2, 4, 6, 9, 2)
 PROMPTS = [[40 + place, 50, 51, 52, 53, 54] for place in range(4)]
-ORIGIN = {
-    "command": "python", "cpu": "a CPU", "num_threads": 2, "time": "now", "git": None,
-    "device": {"platform": "cpu"}, "packages": {"jaxlib": "1"},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +48,6 @@ def test_rounds_have_the_clients_figures_the_servers_own_and_the_engines(server:
         (1, "engine"), (1, "server"), (2, "server"), (2, "engine")
     ]  # fmt: skip
     assert all(line["requests"] == 4 and line["tok_per_s"] == pytest.approx(36 / line["seconds"]) for line in lines)
-    for line in lines:
-        if line["place"] == "server":
-            assert line["client_cpu_s"] >= 0
     row = row_of(lines, load, PLAIN)
     by_round = {(line["round"], line["place"]): line["tok_per_s"] for line in lines}
     ratios = [by_round[number, "server"] / by_round[number, "engine"] for number in (1, 2)]
@@ -95,18 +86,6 @@ def test_a_soak_of_a_server_that_is_right_finds_nothing(server: tuple[Server, En
     assert counts["bad"] > 0
     names = ("wrong", "failed", "leaked_slots", "server_errors", "unsent_bytes")
     assert [counts[name] for name in names] == [0] * 5, counts
-
-
-def test_a_server_beside_itself_is_as_fast(server: tuple[Server, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every body is answered on both sides in every round; ratios are those of the times."""
-    clock, answered = iter(range(1000)), []
-    monkeypatch.setattr(soak, "whole", lambda url, body: answered.append((url, body["place"])))
-    monkeypatch.setattr(soak.time, "monotonic", lambda: next(clock))
-    bodies = [{"place": place} for place in range(3)]
-    other = Server("http://other")
-    assert soak.over_fresh(server[0], other, bodies, 2) == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
-    times = soak.PASSES * (soak.ROUNDS + 1)
-    assert all(answered.count((side.url, place)) == times for side in (server[0], other) for place in range(3))
 
 
 def test_of_a_soak_one_client_more_reads_nothing(server: tuple[Server, Engine]) -> None:
@@ -177,39 +156,3 @@ def test_figures_of_a_round_and_ratios_of_the_same_round() -> None:
     row = row_of(raw, load, "K = 3")
     ratios = [row[name]["median"] for name in ("over_plain", "over_peer", "over_engine")]
     assert ratios == pytest.approx([2.0, 4.0, 0.8])
-    assert row_of(raw, load, PLAIN).keys() >= {"over_peer", "over_engine"}
-    text = markdown(page({"config": {"target": "M", "drafter": None}, "provenance": ORIGIN, "rows": [row]}))
-    assert "| 8 | 128 | 128 | K = 3 | 2" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rounds", "0"], "--rounds is 0"),
-        (["--round-out", "1"], "--round-out is 1; expected 2 or more"),
-        (["--clients", "0"], "--clients is '0'"),
-        (["--requests", "-1"], "--requests"),
-        (["--peer", "no-such-folder"], "--peer no-such-folder has no build/bin/llama-server"),
-        (["-k", "x"], "-k is 'x'"),
-        (["--tokens-out", "10000000"], "positions; expected"),
-    ],
-)
-def test_bad_options_are_one_line_and_write_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], message: str
-) -> None:
-    out = tmp_path / "run"
-    assert bench.main(["serve", "--out", str(out), *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not out.exists()
-
-
-def test_only_the_peer_is_told_to_keep_no_prompts() -> None:
-    assert serve.body_of([1], LOAD, PEER)["cache_prompt"] is False
-    assert "cache_prompt" not in serve.body_of([1], LOAD, PLAIN)
-
-
-def test_a_soak_of_no_minutes_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert bench.main(["soak", "--out", str(tmp_path / "run"), "--minutes", "0"]) == 2
-    assert capsys.readouterr().err == "bench soak: error: --minutes is 0.0; expected a number above 0\n"

@@ -1,6 +1,5 @@
 """The demo's corpus, tokenizer, rows: held-out text stays out, every text survives, rows say what they hold."""
 
-import ast
 import json
 import textwrap
 from pathlib import Path
@@ -14,11 +13,27 @@ pytest.importorskip("tokenizers")
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from drafter.train.shards import Document
 from peagle.loading.checkpoints import DEMO, resolve
 from scripts.demo import corpus, rows, tokenizer
 from scripts.demo.corpus import SourceFile
-from scripts.demo.rows import CHARS_PER_TOKEN, TEXT_FRAC, behind_texts, chat_documents, pack, texts_of
+from scripts.demo.rows import (
+    CHARS_PER_TOKEN,
+    GOOD,
+    LOOP,
+    LOOPING,
+    OTHER,
+    PADDING,
+    PROMPT,
+    TEXT,
+    TEXT_FRAC,
+    behind_texts,
+    chat_documents,
+    pack,
+    texts_of,
+)
 from scripts.demo.tasks import Task
+from scripts.demo.tokenizer import RETURN, SPECIAL_TOKENS
 
 FUNCTION = '''
 def {name}(first, second=None):
@@ -37,13 +52,9 @@ def module(name: str, names: list[str], origin: str = "stdlib") -> SourceFile:
     return SourceFile(origin, name, f"{origin}/{name}.py", "".join(functions))
 
 
-@pytest.fixture
-def small_corpus(monkeypatch: pytest.MonkeyPatch) -> corpus.Corpus:
-    """Four modules, two of them held out; a package holds copies of every module's first function."""
-    monkeypatch.setattr(corpus, "NUM_HELD_OUT", 2)
-    modules = [module(name, [f"{name}_{i}" for i in range(5)]) for name in ("ant", "bee", "cow", "dog")]
-    copies = module("package", ["ant_0", "bee_0", "cow_0", "dog_0", "own"], origin="package")
-    return corpus.build_corpus([*modules, copies])
+# four modules, two of them held out; a package holds copies of every module's first function
+SOURCES = [module(name, [f"{name}_{i}" for i in range(5)]) for name in ("ant", "bee", "cow", "dog")]
+SOURCES.append(module("package", ["ant_0", "bee_0", "cow_0", "dog_0", "own"], origin="package"))
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +66,23 @@ def saved_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedToken
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
-def test_no_function_of_a_held_out_module_is_left_in_training_text(small_corpus: corpus.Corpus) -> None:
-    def keys(sources: list[SourceFile]) -> set[str]:
-        return {corpus.function_key(n) for s in sources for n in corpus.functions_of(ast.parse(s.text))}
-
-    assert len(small_corpus.held_out_modules) == 2
-    assert not keys(small_corpus.raw_train) & keys(small_corpus.raw_heldout)
-    assert not {s.module for s in small_corpus.raw_train} & set(small_corpus.held_out_modules)
-    assert "def own(" in small_corpus.raw_train[-1].text
-
-
-def test_no_held_out_body_is_a_training_example(small_corpus: corpus.Corpus) -> None:
-    held_out = {function.body_key for function in small_corpus.chat_heldout}
-    assert held_out
-    assert not held_out & {function.body_key for function in small_corpus.chat_train}
-    assert {function.module for function in small_corpus.heldout_prompts} == set(small_corpus.held_out_modules)
-
-
-def test_the_corpus_does_not_depend_on_chance(small_corpus: corpus.Corpus) -> None:
-    sources = [*small_corpus.raw_heldout, *small_corpus.raw_train]
-    assert corpus.choose_held_out(sources) == corpus.choose_held_out(sources[::-1])
+def test_held_out_text_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function of a held-out module is in the training files, no body of one among the examples, in any order."""
+    monkeypatch.setattr(corpus, "NUM_HELD_OUT", 2)
+    modules, raw, chat = corpus.split(SOURCES)
+    keys = {
+        name: {corpus.function_key(node) for source in sources for node in corpus.functions_of(source.text)}
+        for name, sources in raw.items()
+    }
+    assert len(modules) == 2
+    assert not keys["raw_train"] & keys["raw_heldout"]
+    assert not {source.module for source in raw["raw_train"]} & set(modules)
+    assert "def own(" in raw["raw_train"][-1].text
+    bodies = {name: {function.body_key for function in functions} for name, functions in chat.items()}
+    assert bodies["chat_heldout"]
+    assert not bodies["chat_heldout"] & bodies["chat_train"]
+    assert {function.module for function in chat["heldout_prompts"]} == set(modules)
+    assert corpus.choose_held_out(SOURCES[::-1]) == modules
 
 
 def test_an_example_is_of_signature_summary_and_dedented_body(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,28 +92,12 @@ def test_an_example_is_of_signature_summary_and_dedented_body(monkeypatch: pytes
     ).format(name="grow", number=3)))  # fmt: skip
     assert function.task.prompt == 'def grow(first, second=None):\n    """Add grow to what is there."""'
     assert function.task.reference == "total = first + 3\nreturn total"
-    assert function.record()["category"] == "whole"
 
 
 @pytest.mark.parametrize("body", ["pass", "raise NotImplementedError", "...", "return 1", "\n".join(["x = 1"] * 40)])
 def test_trivial_and_long_bodies_are_left_out(body: str) -> None:
     text = "def f(x):\n" + textwrap.indent(body, "    ") + "\n"
     assert not list(corpus.chat_functions(SourceFile("stdlib", "m", "m.py", text)))
-
-
-@pytest.mark.parametrize(
-    ("path", "kept"),
-    [
-        ("argparse.py", True),
-        ("json/decoder.py", True),
-        ("test/test_json.py", False),
-        ("encodings/cp437.py", False),
-        ("site-packages/x.py", False),
-        ("a/b_test.py", False),
-    ],
-)
-def test_tests_and_tables_are_not_collected(path: str, kept: bool) -> None:
-    assert corpus.is_source(Path(path)) is kept
 
 
 @given(st.text())
@@ -147,7 +139,7 @@ def test_the_chat_template_writes_every_role_and_ends_the_last_answer(saved_toke
 
 
 def test_prompt_and_answer_are_the_whole_conversation(saved_tokenizer: PreTrainedTokenizerFast) -> None:
-    ((ids, roles),) = chat_documents(saved_tokenizer, [{"prompt": "def f():", "reference": "return 1"}])
+    ((ids, roles),) = chat_documents(saved_tokenizer, [{"prompt": "def f():", "reference": "return 1"}], 512)
     messages = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": "return 1"}]
     assert saved_tokenizer.decode(ids).endswith(saved_tokenizer.apply_chat_template(messages, tokenize=False))
     answer = [token for token, role in zip(ids, roles, strict=True) if role == rows.TEXT]
@@ -156,7 +148,7 @@ def test_prompt_and_answer_are_the_whole_conversation(saved_tokenizer: PreTraine
 
 def test_packed_rows_hold_every_document_once() -> None:
     documents = [([n] * size, [rows.TEXT] * size) for n, size in enumerate((400, 300, 100, 200, 512, 7), start=1)]
-    arrays = pack(documents)
+    arrays = pack(documents, 512)
     assert sorted(np.unique(arrays["token_ids"][arrays["roles"] > 0], return_counts=True)[1]) == [
         *(7, 100, 200, 300, 400, 512),
     ]
@@ -188,3 +180,38 @@ def test_long_rows_hold_each_task_whole() -> None:
     assert int(packed["segment_ids"].max(axis=1).sum()) == len(TASKS)
     text = encoder.decode(packed["token_ids"][packed["roles"] == rows.TEXT].tolist())
     assert all(task["reference"].strip() in text for task in TASKS)
+
+
+END = SPECIAL_TOKENS.index(RETURN)
+ROUND = [20, 21, 22, 23, 24]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ([*range(20, 60), END], GOOD),
+        ([*range(20, 60)], OTHER),  # cut off, but not in a loop
+        ([*ROUND * 8, END], OTHER),  # repeats, but knows an end: so do some functions
+        (ROUND * 8, LOOPING),
+        ([], OTHER),
+    ],
+)
+def test_an_answer_is_good_looping_or_neither(answer: list[int], kind: str) -> None:
+    assert rows.kind_of(answer) == kind
+
+
+def test_practice_repeats_what_loops() -> None:
+    token_ids = np.array([1, 9, 9, 40, 41, *ROUND * 4], np.int32)
+    trained = np.arange(len(token_ids)) >= 3
+    kind, (ids, roles) = rows.lesson(Document(token_ids, trained))
+    assert kind == LOOPING
+    assert ids == token_ids.tolist()
+    # the first round is new, and the three tokens after it: only the fourth completes a run that was there
+    assert roles == [PROMPT] * 3 + [PADDING] * (2 + 5 + 3) + [LOOP] * 12
+
+
+def test_a_good_answer_is_learnt_whole() -> None:
+    token_ids = np.array([1, 9, *range(20, 40), END], np.int32)
+    kind, (_, roles) = rows.lesson(Document(token_ids, np.arange(len(token_ids)) >= 2))
+    assert kind == GOOD
+    assert roles == [PROMPT] * 2 + [TEXT] * 21

@@ -7,12 +7,24 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
-from scripts.demo import build, train_target
-from scripts.demo.batches import BATCH_ROWS, STAGES, STEP_TOKENS, Batches, Rows, Stage, positions_of
-from scripts.demo.train_target import blocks, checkpoints_of, init_state, joined, optimizer, restored
+from scripts.demo import target
+from scripts.demo.target import (
+    BATCH_ROWS,
+    STAGES,
+    STEP_TOKENS,
+    Batches,
+    Rows,
+    Stage,
+    blocks,
+    init_state,
+    joined,
+    optimizer,
+    positions_of,
+    restored,
+    save,
+)
 from target import model
 from target.packed_attention import attend_packed
 from target.params import TargetParams
@@ -61,7 +73,7 @@ def test_each_head_and_expert_is_orthogonalised_alone() -> None:
     rule = optimizer()
     with jax.numpy_dtype_promotion("standard"):  # optax's
         updates, _ = rule.update(gradients, rule.init(params), params)
-    decay = train_target.MUON_RATE * train_target.WEIGHT_DECAY
+    decay = target.MUON_RATE * target.WEIGHT_DECAY
     for layer, weights in zip(updates.layers, params.layers, strict=True):
         for stack, weight in (
             (layer.attention.qkv, weights.attention.qkv),
@@ -69,7 +81,7 @@ def test_each_head_and_expert_is_orthogonalised_alone() -> None:
             (layer.moe.experts.gate_up, weights.moe.experts.gate_up),
             (layer.moe.experts.down, weights.moe.experts.down),
         ):
-            step = np.asarray(stack + decay * weight) / train_target.MUON_RATE
+            step = np.asarray(stack + decay * weight) / target.MUON_RATE
             values = np.linalg.svd(step, compute_uv=False) / (0.2 * max(step.shape[1:]) ** 0.5)
             assert values.min() > 0.4
             assert values.max() < 1.4
@@ -84,7 +96,7 @@ def test_a_batch_depends_on_its_step_alone_and_takes_every_row_in_turn(tmp_path:
     assert first.token_ids.shape == (BATCH_ROWS, 512)
     assert (first.positions.max(axis=1) == 5).all()
     assert (np.asarray(first.weights)[np.asarray(first.positions) == 0] == 0).all()
-    assert sorted(rows["raw_512"].at(0, 12)) == list(range(12))
+    assert sorted(rows["raw_512"].numbers(0, 12)) == list(range(12))
     chat = [batches.chat_rows_until(step) for step in range(41)]
     assert chat == sorted(chat)
 
@@ -113,24 +125,27 @@ def test_rates_rise_stay_and_fall_to_zero(stage: Stage) -> None:
     assert max(rates[0], rates[-1]) < 0.1 * stage.peak
 
 
-def test_every_stage_of_the_recipe_begins_with_what_was_made_before() -> None:
-    kinds = {f"{kind}_{width}" for kind in ("chat", "raw") for width in (512, 2048, 4096)}
-    assert all(set(stage.kinds) <= kinds for stage in STAGES.values())
-    trained: set[str] = set()
-    for trainings in (build.ON_ANSWERS_AND_CORPUS, build.ON_ANSWERS, build.ON_LONG_ANSWERS):
-        assert all(training.init is None or training.init in trained for training in trainings.values())
-        trained |= trainings.keys()
-    assert set(build.PAIR.values()) <= trained
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    state = init_state(CONFIG)
+    later = jax.tree.map(lambda leaf: leaf + 1, state)
+    assert restored(tmp_path, state)[1] == 0
+    save(tmp_path, state, 3)
+    save(tmp_path, later, 5)
+    found, step = restored(tmp_path, state)
+    assert step == 5
+    jax.tree.map(np.testing.assert_array_equal, found, later)
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    first, later = init_state(CONFIG), init_state(CONFIG)
-    later = later._replace(params=jax.tree.map(lambda leaf: leaf + 1, later.params))
-    with checkpoints_of(tmp_path) as checkpoints:
-        assert restored(checkpoints, first)[1] == 0
-        for step, state in ((3, first), (5, later)):
-            checkpoints.save(step, args=ocp.args.StandardSave(state))
-    with checkpoints_of(tmp_path) as checkpoints:
-        state, step = restored(checkpoints, first)
-        assert step == 5
-        jax.tree.map(np.testing.assert_array_equal, state, later)
+def test_unwanted_tokens_become_less_likely_and_wanted_ones_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is -log p where a token is wanted and -log(1 - p) where not; also where p is as good as 1."""
+    likely = jnp.log(jnp.asarray([[0.25, 0.5, 1.0]], jnp.float32))
+    monkeypatch.setattr(target, "log_likelihoods", lambda shift, *_: likely + shift)
+    monkeypatch.setattr(jax.lax, "psum", lambda value, _: value)
+    weights = jnp.asarray([[0.0, 1.0, -1.0, 0.0]])
+    batch = target.Batch(jnp.zeros((1, 4), jnp.int32), *[jnp.zeros((1, 4), jnp.int32)] * 2, weights)
+    loss, slope = target.loss_and_gradients(jnp.zeros((1, 3)), None, batch)
+    np.testing.assert_allclose(loss, (-np.log(0.25) - np.log(0.5)) / 2, rtol=1e-6)
+    np.testing.assert_allclose(slope, [[-0.5, 0.5, 0.0]], atol=1e-6)
+    surest = batch._replace(weights=jnp.asarray([[0.0, 0.0, 0.0, -1.0]]))
+    loss, _ = target.loss_and_gradients(jnp.zeros((1, 3)), None, surest)
+    assert 10 < float(loss) < 20
