@@ -25,7 +25,6 @@ Exit code 1: something is wrong, or could not be measured.
 """
 
 import argparse
-import functools
 import importlib.util
 import json
 import os
@@ -36,7 +35,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import jax
@@ -72,8 +73,8 @@ PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared
 # acceptance lengths on MT-Bench: P-EAGLE (arXiv 2602.01469), tables 9 and 10, and for K = 7 vLLM's post on it
 _PAPER, _POST = "arXiv 2602.01469", "vLLM's post"
 PUBLISHED = tuple(
-    {"shape": shape, "drafter": drafter, "k": k, "acceptance_length": length, "source": source}
-    for shape, drafter, k, length, source in (
+    dict(zip(("shape", "drafter", "k", "acceptance_length", "source"), row, strict=True))
+    for row in (
         ("20b", EAGLE_3.name, 5, 3.4, _PAPER),
         ("20b", P_EAGLE.name, 5, 3.4, _PAPER),
         ("20b", P_EAGLE.name, 7, 3.70, _POST),
@@ -108,32 +109,18 @@ def prepare_kernels() -> None:
     cuda.status()
 
 
-def kernels() -> Iterator[Json]:
-    """Say which kernels run here, or why none do."""
-    yield line_of(check_kernels())
-
-
-def parity() -> Iterator[Json]:
-    """Compare logits of small models with the CPU's."""
-    for size in CHECKED:
-        yield from map(line_of, check_logits(size))
-
-
-def losslessness() -> Iterator[Json]:
-    """Compare speculation with plain decoding, greedy and sampled."""
-    yield from map(line_of, check_losslessness())
-
-
-def line_of(finding: Finding) -> Json:
-    """Make a line of raw.jsonl from a check."""
-    return {"check": finding.name, "ok": finding.ok, "found": finding.found}
+def findings(check: Callable[[], Iterable[Finding]]) -> Iterator[Json]:
+    """Make lines of raw.jsonl from checks of `peagle check`."""
+    for finding in check():
+        yield {"check": finding.name, "ok": finding.ok, "found": finding.found}
 
 
 def python(seconds: float, module: str, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run `python -m module` in the checkout. Raises TimeoutExpired after so many seconds."""
-    command = [sys.executable, "-m", module, *options]
-    process = {"cwd": ROOT, "env": {**os.environ, **environment}, "timeout": seconds}
-    return subprocess.run(command, capture_output=True, text=True, check=False, **process)  # type: ignore[call-overload]
+    command, variables = [sys.executable, "-m", module, *options], {**os.environ, **environment}
+    return subprocess.run(
+        command, cwd=ROOT, env=variables, timeout=seconds, capture_output=True, text=True, check=False
+    )
 
 
 def conformance() -> Iterator[Json]:
@@ -158,10 +145,7 @@ def peers() -> Iterator[Json]:
         if done.returncode:
             raise RuntimeError(" ".join(done.stderr.split())[-500:])
         run = json.loads((out / "run.json").read_text(encoding="utf-8"))
-    for name, why in run["left_out"].items():
-        yield {"engine": name, "left_out": why}
-    yield from run["rows"]
-    yield from run["software"]
+    yield from [*run["rows"], *run["software"]]
 
 
 def over_devices(shape: MeshShape) -> Iterator[Json]:
@@ -202,13 +186,12 @@ def sections_of(shapes: Sequence[str], meshes: Sequence[MeshShape], only: str | 
     """
     all_shapes = [Shape(name) for name in shapes]
     sections = [
-        Section("kernels", kernels, 30),
+        Section("kernels", partial(findings, lambda: [check_kernels()]), 30),
         Section("bandwidth", bandwidth, 10),
-        Section("parity", parity, 30),
-        Section("losslessness", losslessness, 80),
-        *(Section(f"mesh {shape}", functools.partial(over_devices, shape), 90) for shape in meshes),
-        *(section for shape in all_shapes for section in shape.sections(60, further=False)),
-        *(section for shape in all_shapes for section in shape.sections(60, further=True)),
+        Section("parity", partial(findings, lambda: chain.from_iterable(map(check_logits, CHECKED))), 30),
+        Section("losslessness", partial(findings, check_losslessness), 80),
+        *(Section(f"mesh {shape}", partial(over_devices, shape), 90) for shape in meshes),
+        *(section for further in (False, True) for shape in all_shapes for section in shape.sections(60, further)),
     ]
     if only is None:
         return sections
