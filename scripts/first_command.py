@@ -3,7 +3,7 @@
 python -m scripts.first_command results/first_command.svg
 """
 
-import argparse
+import contextlib
 import io
 import os
 import sys
@@ -11,6 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+
+from scripts.runs import new_parser
 
 COMMAND = ("speculate",)
 COLUMNS = 100
@@ -42,33 +44,26 @@ class Notes(io.StringIO):
         return len(text)
 
 
-def picture(shown: str) -> str:
-    """Draw what a terminal showed."""
-    console = Console(file=io.StringIO(), record=True, width=COLUMNS, force_terminal=True, color_system="truecolor")
-    console.print(Text.assemble((f"$ peagle {' '.join(COMMAND)}", "bold")))
-    console.print(Text.from_ansi(shown))
-    return console.export_svg(title="peagle", unique_id="terminal")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command, and draw what a terminal shows."""
+    parser = new_parser(__doc__)
     parser.add_argument("out", type=Path, help="the picture, an SVG")
     out = parser.parse_args().out
     os.environ.update(ENVIRONMENT)
     os.environ.pop("NO_COLOR", None)
     from peagle.cli import main as run
 
-    screen, streams = Screen(), (sys.stdout, sys.stderr)
-    sys.stdout, sys.stderr = screen, Notes(screen)
-    try:
+    screen = Screen()
+    with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(Notes(screen)):
         code = run([*COMMAND])
-    finally:
-        sys.stdout, sys.stderr = streams
     print(screen.getvalue())
+    console = Console(file=io.StringIO(), record=True, width=COLUMNS, force_terminal=True, color_system="truecolor")
+    console.print(Text.assemble((f"$ peagle {' '.join(COMMAND)}", "bold")))
+    console.print(Text.from_ansi(screen.getvalue()))
     if code == 0:
-        out.write_text(picture(screen.getvalue()), encoding="utf-8")
+        out.write_text(console.export_svg(title="peagle", unique_id="terminal"), encoding="utf-8")
     return code
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

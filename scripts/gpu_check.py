@@ -1,13 +1,12 @@
 """Check on a GPU in one call that this project is right, and measure how fast it is.
 
     python -m scripts.gpu_check --out DIR                          # 20b and 120b shapes, eight minutes
-    python -m scripts.gpu_check --out DIR --only conformance,peers      # in a call of their own, four minutes
     python -m scripts.gpu_check --out DIR --shapes 120b --minutes 5
     python -m scripts.gpu_check --out DIR --mesh tp=2 --mesh tp=4 --only mesh       # also over several GPUs
     python -m scripts.gpu_check --out DIR --shapes tiny --any-device    # a rehearsal on any device
 
-Needs no network, no checkpoint and no installation; run it in the checkout. Only the conformance suite needs what the
-tests do, and the server what it needs itself. Weights are random and made in the device's memory.
+Needs no network, no checkpoint and no installation; run it in the checkout. The server's section needs what the server
+does. Weights are random and made in the device's memory.
 
 First come the checks of `peagle check` (the kernels' launcher is compiled if it is missing). Then, for each shape:
 prefill, decoding and verify passes; speculation with acceptance drawn at given rates (marked synthetic: it measures
@@ -15,21 +14,22 @@ what a step costs), by fixed K and auto, at temperature 1, too; the server and i
 With --mesh also a small target over those devices against the whole one, and the passes of a larger one over them. Last
 come other drafters, heads, batches and contexts, and XLA's own code.
 
-The conformance suite and the peers (scripts.bench peers, compared with transformers) run if --only names them: they
-are processes of their own, which need the memory that this one keeps.
-
 `--out` (which must not exist yet) gets a line in raw.jsonl with every figure, so that a run that is cut off has lost
 nothing, and run.json and README.md after each section. Sections that do not fit into --minutes are named as left out;
 the section that runs when they end stops at its next line.
 Exit code 1: something is wrong, or could not be measured.
+
+The kernels' own tests need '.[test]', and the comparison with transformers '.[bench]':
+
+    XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_DEFAULT_MATMUL_PRECISION=highest python -m pytest -n 12 -W default \\
+        tests/ops/test_{expert_matmul,mxfp4,attention,paged_attention}.py tests/drafter/test_model.py \\
+        tests/peagle/engine/test_accept.py
+    peagle random L /tmp/L && python -m scripts.bench peers --out RUN --engines peagle-xla,transformers-bf16 /tmp/L
 """
 
 import argparse
-import importlib.util
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -56,20 +56,11 @@ from peagle.workflows.random_checkpoint import EAGLE_3, P_EAGLE, SIZES, write_ra
 from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.page import page
 from scripts.gpu.shape import DRAFTERS, MEMORY, OVER_DEVICES, Section, Shape, TooLarge
-from scripts.runs import ROOT, Json, Progress, Run, add_run_options, in_one_line, new_parser
+from scripts.runs import Json, Progress, Run, add_run_options, in_one_line, new_parser
 from scripts.steps import PUBLISHED_RATE
 from target.shard import check_ranks
 
-SUITE = (
-    *("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py"),
-    *("tests/ops/test_paged_attention.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py"),
-)
-# warnings of newer versions on the machine, and plugins that conflict with xdist, must not stop the suite
-SUITE_OPTIONS = ("--maxfail", "20", "--tb", "line", "-p", "no:benchmark", "-W", "default")
-SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
-MOST_WORKERS = 12  # of the suite: each takes a part of the device's memory
-SUITE_S, PEERS_S = 180, 300  # time limits
-PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared on: two layers as the 20b's
+OVER_A_MESH, TRIED_OUT = "L", "tiny"  # the checkpoint that is timed there: two layers as the 20b's
 # acceptance lengths on MT-Bench: P-EAGLE (arXiv 2602.01469), tables 9 and 10, and for K = 7 vLLM's post on it
 _PAPER, _POST = "arXiv 2602.01469", "vLLM's post"
 PUBLISHED = tuple(
@@ -115,42 +106,9 @@ def findings(check: Callable[[], Iterable[Finding]]) -> Iterator[Json]:
         yield {"check": finding.name, "ok": finding.ok, "found": finding.found}
 
 
-def python(seconds: float, module: str, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run `python -m module` in the checkout. Raises TimeoutExpired after so many seconds."""
-    command, variables = [sys.executable, "-m", module, *options], {**os.environ, **environment}
-    return subprocess.run(
-        command, cwd=ROOT, env=variables, timeout=seconds, capture_output=True, text=True, check=False
-    )
-
-
-def conformance() -> Iterator[Json]:
-    """Run the kernels' tests, the same on every device."""
-    if missing := [name for name in SUITE_NEEDS if importlib.util.find_spec(name) is None]:
-        yield {"ok": False, "error": f"not run: it needs {', '.join(missing)}; pip install '.[test]'"}
-        return
-    workers = min(os.cpu_count() or 1, MOST_WORKERS)
-    precise = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # not TF32, whose ten bits are a GPU's default
-    done = python(SUITE_S, "pytest", "-q", "-n", str(workers), *SUITE_OPTIONS, *SUITE, **precise)
-    yield {"ok": done.returncode == 0, "said": (done.stdout + done.stderr)[-2000:]}
-
-
-def peers() -> Iterator[Json]:
-    """Compare this project, its XLA form and transformers, in interleaved processes."""
-    with tempfile.TemporaryDirectory() as directory:
-        size = PEERS if on_gpu() else PEERS_TRIED_OUT
-        checkpoint, out = Path(directory) / size, Path(directory) / "out"
-        write_random_checkpoint(checkpoint, SIZES[size])
-        options = ["--out", str(out), "--engines", "peagle-xla,transformers-bf16", "--rounds", "3"]
-        done = python(PEERS_S, "scripts.bench", "peers", str(checkpoint), *options)
-        if done.returncode:
-            raise RuntimeError(" ".join(done.stderr.split())[-500:])
-        run = json.loads((out / "run.json").read_text(encoding="utf-8"))
-    yield from [*run["rows"], *run["software"]]
-
-
 def over_devices(shape: MeshShape) -> Iterator[Json]:
     """Compare a small target over a mesh with the whole one; then time a larger one."""
-    name = PEERS if on_gpu() else PEERS_TRIED_OUT
+    name = OVER_A_MESH if on_gpu() else TRIED_OUT
     with tempfile.TemporaryDirectory() as scratch:
         small, large = loud_target(Path(scratch)), Path(scratch) / name
         with jax.default_matmul_precision("highest"):  # not TF32, whose ten bits are a GPU's default
@@ -173,17 +131,14 @@ def checked_mesh(text: str) -> MeshShape:
     """Parse a mesh. Raises InputError for dp, too few devices, and targets it cannot divide."""
     refuse_replicas(text, "this measures the passes of one copy")
     shape = parse_mesh(text)
-    for config in (CONFIG, SIZES[PEERS if on_gpu() else PEERS_TRIED_OUT]):
+    for config in (CONFIG, SIZES[OVER_A_MESH if on_gpu() else TRIED_OUT]):
         check_ranks(config, shape.tp, shape.ep)
     make_meshes(shape)
     return shape
 
 
 def sections_of(shapes: Sequence[str], meshes: Sequence[MeshShape], only: str | None) -> list[Section]:
-    """List the sections; `only`: those whose names begin so. Raises InputError if none does.
-
-    Sections that are processes of their own are among them only if they are named.
-    """
+    """List the sections; `only`: those whose names begin so. Raises InputError if none does."""
     all_shapes = [Shape(name) for name in shapes]
     sections = [
         Section("kernels", partial(findings, lambda: [check_kernels()]), 30),
@@ -195,7 +150,6 @@ def sections_of(shapes: Sequence[str], meshes: Sequence[MeshShape], only: str | 
     ]
     if only is None:
         return sections
-    sections += [Section("conformance", conformance, 120), Section("peers", peers, 150)]
     beginnings = tuple(only.split(","))
     named = [section.name for section in sections if not section.name.endswith(MEMORY)]
     if not any(name.startswith(beginnings) for name in named):
@@ -221,8 +175,6 @@ def lines_of(section: Section, deadline: float, minutes: float) -> Iterator[Json
                 return
     except TooLarge as error:
         yield {"left_out": str(error)}
-    except subprocess.TimeoutExpired as error:
-        yield {"left_out": f"it was stopped after {error.timeout:g} s"}
     except Exception as error:  # one section's failure must not cost the others' figures
         yield {"ok": False, "error": repr(error)[:500], "at": traceback.format_exc()[-1500:]}
 
@@ -268,7 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--any-device", action="store_true", help="go on without a GPU")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(typed)
-    # the suite and the peers run in processes of their own
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # 120b and 80 GB; three quarters are the default
     return in_one_line("gpu_check", lambda: check(options, typed))

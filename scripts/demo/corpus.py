@@ -30,26 +30,17 @@ from peagle.base.strict_json import dumps
 from scripts.demo.tasks import FunctionNode, Task, digest, task_of
 
 STDLIB = "stdlib"
-# Distribution -> import name: run-time dependencies of this package, direct and indirect.
-PACKAGES = {
-    "jax": "jax",
-    "flax": "flax",
-    "optax": "optax",
+# run-time dependencies of this package, direct and indirect, and import names that differ from the distribution's
+PACKAGES = (
+    *("jax", "flax", "optax", "orbax-checkpoint", "numpy", "rich", "typer", "huggingface_hub", "treescope", "etils"),
+    *("absl-py", "Pygments", "markdown-it-py", "fsspec", "tqdm", "packaging", "PyYAML", "humanize"),
+)
+IMPORTS = {
     "orbax-checkpoint": "orbax",
-    "numpy": "numpy",
-    "rich": "rich",
-    "typer": "typer",
-    "huggingface_hub": "huggingface_hub",
-    "treescope": "treescope",
-    "etils": "etils",
     "absl-py": "absl",
     "Pygments": "pygments",
     "markdown-it-py": "markdown_it",
-    "fsspec": "fsspec",
-    "tqdm": "tqdm",
-    "packaging": "packaging",
     "PyYAML": "yaml",
-    "humanize": "humanize",
 }
 # tests, tables, and what is generated or vendored
 SKIPPED_PARTS = frozenset(
@@ -96,17 +87,17 @@ def collect_sources() -> list[SourceFile]:
     sources: dict[str, SourceFile] = {}
     for source in walk_sources(Path(sysconfig.get_paths()["stdlib"]), STDLIB):
         sources.setdefault(digest(source.text), source)
-    for distribution, name in PACKAGES.items():
-        for source in walk_sources(package_root(name), distribution):
+    for name in PACKAGES:
+        for source in walk_sources(package_root(name), name):
             sources.setdefault(digest(source.text), source)
     return [*sources.values()]
 
 
-def package_root(import_name: str) -> Path:
-    """Find the folder of an installed package without importing it."""
-    spec = importlib.util.find_spec(import_name)
+def package_root(name: str) -> Path:
+    """Find the folder of an installed distribution without importing it."""
+    spec = importlib.util.find_spec(IMPORTS.get(name, name))
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"corpus: package {import_name!r} is not installed; expected `pip install '.[test]'`")
+        raise SystemExit(f"corpus: package {name!r} is not installed; expected `pip install '.[test]'`")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

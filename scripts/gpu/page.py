@@ -1,6 +1,6 @@
 """Lay out README.md of a check on a GPU, from its run.json."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from peagle.measure.reports import Block, Table
 from scripts.runs import Json, number_text, table, title
@@ -21,15 +21,13 @@ TABLES = {
     ),
     "host_ms": ("shape", "drafter", "k", "draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms"),
     "acceptance_length": ("shape", "drafter", "k", "acceptance_length", "source", "tok_per_s", "over_plain"),
-    "ours_over_peer": ("model", "engine", "tok_per_s", "ours_over_peer", "prefill_tok_per_s"),
-    "computes": ("model", "engine", "version", "computes"),
 }
 
 
 def page(record: Json) -> list[Block]:
     """Lay out the page of a run; a table without rows is left out."""
     platform, rate = record["provenance"]["device"]["platform"], record["config"]["synthetic_acceptance"]
-    rows = [*record["rows"], *_published(record["rows"], record["config"]["published"])]
+    rows = [*record["rows"], *published(record["rows"], record["config"]["published"])]
     checks = [(row["section"], _result(row)) for row in rows if CHECKS & row.keys()]
     tables = [table([row for row in rows if key in row], *TABLES[key]) for key in TABLES]
     return [
@@ -43,10 +41,10 @@ def page(record: Json) -> list[Block]:
     ]
 
 
-def _published(rows: list[Json], published: list[Json]) -> Iterator[Json]:
+def published(rows: Sequence[Json], known_lengths: Sequence[Json]) -> Iterator[Json]:
     """Project the measured greedy steps of one request at acceptance lengths that others published."""
     alone = [row for row in rows if "cycle_cost" in row and row["batch"] == 1 and not row["temperature"]]
-    for known in published:
+    for known in known_lengths:
         for row in alone:
             whole_head = row["draft_vocab"] == row["vocab_size"]
             if whole_head and all(row[name] == known[name] for name in ("shape", "drafter", "k")):

@@ -15,14 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from peagle.base.strict_json import dumps
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.pair import Pair
-from peagle.text.tokenizer import load_tokenizer
+from peagle.text.tokenizer import byte_alphabet, load_tokenizer
 from scripts.runs import ROOT, Json, ratios
 from scripts.scenarios.serve import body_of, by_engine, engine_of
 from scripts.serving.client import figures, together
-from scripts.serving.models import PLAIN, Load, byte_level_tokens, random_prompts, write_tokenizer
+from scripts.serving.models import PLAIN, Load
 
 LOADS = tuple(Load(clients, 2 * clients, 512, 128, rounds=3) for clients in (1, 8, 32))
 START_S, ROUND_S = 30.0, 120.0  # time limits
@@ -34,10 +36,11 @@ def over_engine(pair: Pair, loads: Sequence[Load] = LOADS) -> Iterator[Json]:
     """Measure plain decoding by the engine alone, then by a server of the same engine; yield a row of each load."""
     vocab_size = pair.plain_target.vocab_size
     with tempfile.TemporaryDirectory() as directory:  # answers are texts: its texts are bytes
-        write_tokenizer(byte_level_tokens(vocab_size), Path(directory))
+        write_tokenizer(vocab_size, Path(directory))
         served_pair = replace(pair, tokenizer=load_tokenizer(Path(directory)))
     for load in loads:
-        prompts = random_prompts(vocab_size, load, seed=load.clients)
+        rng = np.random.default_rng(load.clients)
+        prompts = rng.integers(0, vocab_size, (load.requests, load.tokens_in)).tolist()
         engine = engine_of(pair, 0, load)
         alone = [figures(by_engine(engine, prompts, load)) for _ in range(1 + load.rounds)][1:]
         with serving(engine, served_pair, load.context) as url:
@@ -53,6 +56,19 @@ def over_engine(pair: Pair, loads: Sequence[Load] = LOADS) -> Iterator[Json]:
                 ratios([line["tok_per_s"] for line in served], [line["tok_per_s"] for line in alone])
             ),
         }
+
+
+def write_tokenizer(size: int, directory: Path) -> None:
+    """Write a byte-level tokenizer: the 256 bytes, then other texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*byte_alphabet(), *(f"t{number}." for number in range(256, size))][:size]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    wrapped.save_pretrained(directory)
 
 
 @contextlib.contextmanager

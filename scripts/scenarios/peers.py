@@ -10,8 +10,7 @@
 It measures prefill, plain decoding and steps with drafts; `peagle parity` compares logits. Every engine is a process of
 its own; they take turns round by round, so that drift of the machine affects all equally. --requests: so many are
 decoded together, by engines that can. The demo answers held-out prompts, one after the other, with its own drafters;
-checkpoints get random tokens, and drafters of random weights. On a GPU all compute in bfloat16, and transformers
-decodes with the faster of its caches.
+checkpoints get random tokens, and drafters of random weights. On a GPU all compute in bfloat16.
 
 vLLM runs under a Python that has it, best in an environment of its own. It reads the checkpoint, on a CPU a copy
 without MXFP4 (scripts/golden/vllm.py says how to install it there); on a GPU the engines share its memory.

@@ -1,7 +1,7 @@
 """Measure `peagle serve`: one request at a time, many at once; compared with the engine alone and llama.cpp's.
 
     python -m scripts.bench serve --out RUN                                         # the demo pair, minutes
-    python -m scripts.bench serve --out RUN --target /tmp/M --clients 1,8 --requests 5 --peer LLAMA
+    python -m scripts.bench serve --out RUN --clients 1,8 --requests 5 --peer LLAMA
     python -m scripts.bench serve --out RUN --clients 1 --tokens-in 1000 --tokens-out 1000     # long ones
 
 Each client sends a request after the end of its last one. Every server is a process with a slot per client; plain
@@ -9,8 +9,8 @@ decoding and every K of `-k` take turns, round by round. With --engine-alone 1,8
 same requests: the difference is the server's. Answers have a fixed number of tokens, and no prompt is cached.
 
 --peer: a folder of llama.cpp, as the source package of llama-cpp-python has one, in which its server was compiled
-(cmake -S LLAMA -B LLAMA/build -DLLAMA_CURL=OFF; cmake --build LLAMA/build -t llama-server), or the URL of a running
-one. It reads the same checkpoint as a GGUF file. A checkpoint without a tokenizer gets a generated one.
+(cmake -S LLAMA -B LLAMA/build -DLLAMA_CURL=OFF; cmake --build LLAMA/build -t llama-server). It reads the same
+checkpoint as a GGUF file.
 """
 
 import argparse
@@ -51,14 +51,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-in", type=int, default=128, help="of their prompts (default %(default)s)")
     parser.add_argument("--tokens-out", type=int, default=256, help="of their answers (default %(default)s)")
     parser.add_argument("--engine-alone", default="1,8", help="of --clients, those to compare (default %(default)s)")
-    parser.add_argument("--peer", metavar="FOLDER|URL", help="llama.cpp's server (default: none)")
+    parser.add_argument("--peer", type=Path, metavar="FOLDER", help="llama.cpp, with its server (default: none)")
 
 
 def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
     loads = loads_of(options)
     with tempfile.TemporaryDirectory() as scratch:
-        models = prepared(options, loads, Path(scratch), folder_of(options.peer))
+        models = prepared(options, loads, Path(scratch), options.peer)
         run = Run(options.out, typed, models.config(options))
         run.extend(measure(options, models, loads))
     run.write(page, rows=[row_of(run.lines, load, name) for load in loads for name in variants(models, options.peer)])
@@ -70,8 +70,8 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     expect_new(options.out)
     runs.expect_least(1, options, "rounds", "requests", "tokens_in")
     runs.expect_least(2, options, "tokens_out")  # times between tokens are measured
-    if (folder := folder_of(options.peer)) and not (folder / BINARY).exists():
-        raise InputError(f"--peer {folder} has no {BINARY}; expected a folder of llama.cpp with it, or a server's URL")
+    if options.peer is not None and not (options.peer / BINARY).exists():
+        raise InputError(f"--peer {options.peer} has no {BINARY}; expected a folder of llama.cpp with it")
     alone = runs.numbers("--engine-alone", options.engine_alone)
     shape = (options.tokens_in, options.tokens_out, options.rounds)
     return [
@@ -80,12 +80,7 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     ]
 
 
-def folder_of(peer: str | None) -> Path | None:
-    """Return the folder of llama.cpp; None for a URL, and without a peer."""
-    return None if peer is None or peer.startswith(("http://", "https://")) else Path(peer)
-
-
-def variants(models: ServedPair, peer: str | None) -> list[str]:
+def variants(models: ServedPair, peer: Path | None) -> list[str]:
     return [*models.drafts, *([] if peer is None else [PEER])]
 
 
@@ -104,25 +99,22 @@ def measure(options: argparse.Namespace, models: ServedPair, loads: Sequence[Loa
             }
             engines = {}
             if load.engine_alone:
-                pair = pair or peagle.load(models.directory, models.drafter)
+                pair = pair or peagle.load(models.target, models.drafter)
                 engines = {variant: engine_of(pair, k, load) for variant, k in models.drafts.items()}
-            texts = prompts(models.checkpoint, models.vocab_size, load, options.seed)
+            texts = prompts(models.checkpoint, load)
             yield from rounds(load, texts, running, engines, progress)
     progress.end()
 
 
-@contextlib.contextmanager
-def started(options: argparse.Namespace, models: ServedPair, variant: str, load: Load) -> Iterator[Server]:
-    """Start the server of a variant; a peer may run already."""
+def started(
+    options: argparse.Namespace, models: ServedPair, variant: str, load: Load
+) -> contextlib.AbstractContextManager[Server]:
+    """Start the server of a variant, until the context ends."""
     if variant != PEER:
-        with servers.ours(*models.options(variant, load)) as server:
-            yield server
-    elif models.gguf is None:
-        yield Server(options.peer.rstrip("/"))
-    else:
-        binary, threads = Path(options.peer) / BINARY, num_threads() or 1
-        with servers.llama_server(binary, models.gguf, load.clients, load.context, threads) as server:
-            yield server
+        return servers.ours(*models.options(variant, load))
+    assert models.gguf is not None
+    shape = (load.clients, load.context, num_threads() or 1)
+    return servers.llama_server(options.peer / BINARY, models.gguf, *shape)
 
 
 def engine_of(pair: Pair, k: K, load: Load) -> AnyEngine:

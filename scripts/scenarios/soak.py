@@ -86,14 +86,12 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         models = prepared(options, [short, long], Path(scratch))
         variant = [*models.drafts][-1]
-        texts = [
-            text for load in (short, long) for text in prompts(models.checkpoint, models.vocab_size, load, options.seed)
-        ]
+        texts = [text for load in (short, long) for text in prompts(models.checkpoint, load)]
         serve = [*models.options(variant, long, prefix_cache="64MB"), "--max-queue", str(SLOTS)]
         clients = 2 * SLOTS + 2  # two more than slots and queue have room for
         with servers.ours(*serve) as server:
             bodies = mixed_bodies(texts, TOKENS_OUT)
-            counts = soak(server, bodies, clients, options.minutes * 60, options.seed, SLOTS, LONG_OUT)
+            counts = soak(server, bodies, clients, options.minutes * 60, SLOTS, LONG_OUT)
         Run(options.out, typed, models.config(options)).write(page, soak={"variant": variant, **counts})
     return 0
 
@@ -111,7 +109,6 @@ def soak(
     bodies: Sequence[Json],
     clients: int,
     seconds: float,
-    seed: int,
     slots: int,
     longest: int,
     turns: int = 1,
@@ -125,7 +122,7 @@ def soak(
     except ERRORS as error:
         raise InputError(f"{server.url} does not answer: {error or type(error).__name__}") from None
     crowd = Crowd(server.url, bodies, expected, time.monotonic() + seconds, turns)
-    rngs = [random.Random(f"{seed} {number}") for number in range(clients + 1)]
+    rngs = [random.Random(number) for number in range(clients + 1)]
     threads = [threading.Thread(target=crowd.client, args=(rng,)) for rng in rngs[1:]]
     threads.append(threading.Thread(target=crowd.read_nothing, args=(rngs[0], longest)))
     for thread in threads:
