@@ -1,8 +1,8 @@
 """The demo's tasks: every answer follows from its prompt, and Python agrees that it is right."""
 
-import ast
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -57,50 +57,52 @@ def test_description_of_a_function_body(body: str, lines: list[str]) -> None:
     assert tasks.describe(whole("def f(x):", body)).split("\n")[2:] == lines
 
 
-def test_a_renamed_parameter_is_renamed_wherever_it_is_the_parameter() -> None:
-    changed = tasks.with_parameter_renamed(
-        whole('def f(size, key):\n    """Of a size."""', 'x.size = size  # size\nreturn g(size=size, é=[size, "size"])')
-    )
-    assert changed is not None
-    wish, text = changed
-    new = tasks.NEW_PARAMETERS[0]
-    assert wish == f"Rename the parameter `size` to `{new}`."
-    assert text == (
-        f'def f({new}, key):\n    """Of a size."""\n    x.size = {new}  # size\n'
-        f'    return g(size={new}, é=[{new}, "size"])'
-    )
+@pytest.mark.parametrize(
+    ("change", "stub", "body", "wish", "changed"),
+    [
+        (
+            tasks.with_parameter_renamed,
+            'def f(size, key):\n    """Of a size."""',
+            'x.size = size  # size\nreturn g(size=size, é=[size, "size"])',
+            "Rename the parameter `size` to `item`.",
+            'def f(item, key):\n    """Of a size."""\n    x.size = item  # size\n'
+            '    return g(size=item, é=[item, "size"])',
+        ),
+        (
+            tasks.with_function_renamed,
+            "def f(n):",
+            "return n and f(n - run)",
+            "Rename the function to `compute`.",
+            "def compute(n):\n    return n and compute(n - run)",
+        ),
+        (
+            tasks.without_docstring,
+            'def f(n):\n    """Do."""',
+            "return n",
+            "Remove the docstring.",
+            "def f(n):\n    return n",
+        ),
+        (
+            tasks.in_a_class,
+            "def f(n):",
+            "return n",
+            "Put it into a class `Helper`.",
+            "class Helper:\n    def f(n):\n        return n",
+        ),
+    ],
+    ids=["parameter", "function", "docstring", "class"],
+)
+def test_a_function_is_changed_and_nothing_else(
+    change: Callable[[Whole], tuple[str, str] | None], stub: str, body: str, wish: str, changed: str
+) -> None:
+    """A name is renamed wherever it is that name, and to one that the function does not hold."""
+    assert change(whole(stub, body)) == (wish, changed)
 
 
 @pytest.mark.parametrize("body", ["return lambda: a", "def g(a):\n    return a\nreturn g(a)", "global a\na = 1"])
 def test_a_parameter_that_something_inside_may_mean_is_not_renamed(body: str) -> None:
     assert tasks.with_parameter_renamed(whole("def f(a):", body)) is None
-
-
-def test_a_new_name_is_new() -> None:
-    text = f"return {', '.join(tasks.NEW_PARAMETERS[:-1])}"
-    assert whole("def f(a):", text).pick(tasks.NEW_PARAMETERS) == tasks.NEW_PARAMETERS[-1]
-    every = f"return {', '.join(tasks.NEW_PARAMETERS)}"
-    assert whole("def f(a):", every).pick(tasks.NEW_PARAMETERS) == f"{tasks.NEW_PARAMETERS[0]}2"
-
-
-def test_a_renamed_function_calls_itself_by_its_new_name() -> None:
-    wish, text = tasks.with_function_renamed(whole("def f(n):", "return n and f(n - 1)"))
-    new = tasks.NEW_FUNCTIONS[0]
-    assert wish == f"Rename the function to `{new}`."
-    assert text == f"def {new}(n):\n    return n and {new}(n - 1)"
-
-
-def test_a_docstring_is_removed_and_nothing_else() -> None:
-    assert tasks.without_docstring(whole()) == ("Remove the docstring.", whole(STUB.split("\n")[0]).text)
-    assert tasks.without_docstring(whole("def f():")) is None
-
-
-def test_a_class_holds_the_function() -> None:
-    wish, text = tasks.in_a_class(whole())
-    (node,) = ast.parse(text).body
-    assert isinstance(node, ast.ClassDef)
-    assert wish == f"Put it into a class `{node.name}`."
-    assert ast.dump(node.body[0]) == ast.dump(whole().node)
+    assert tasks.without_docstring(whole("def f(a):", body)) is None
 
 
 def test_every_function_gets_one_task_and_the_three_are_equally_likely() -> None:
@@ -117,5 +119,5 @@ def test_every_function_gets_one_task_and_the_three_are_equally_likely() -> None
 
 
 @pytest.mark.parametrize("body", ["return '" + "x" * tasks.MAX_FUNCTION_CHARS + "'", "'''", "return 1\n):"])
-def test_task_for_a_long_body_or_no_python(body: str) -> None:
+def test_a_long_body_or_no_python_is_only_written(body: str) -> None:
     assert {task_of(f"def f{number}(x):", body).category for number in range(20)} == {WRITE}

@@ -12,7 +12,6 @@ import pytest
 from scripts.demo import target
 from scripts.demo.target import (
     BATCH_ROWS,
-    STAGES,
     STEP_TOKENS,
     Batches,
     Rows,
@@ -114,15 +113,6 @@ def test_kinds_of_rows_have_their_shares_of_steps_in_another_order_each_round(tm
         count = len(taken[0].token_ids)
         rows = np.concatenate([np.asarray(batch.token_ids) for batch in taken])[: 12 // count * count]
         assert len(np.unique(rows, axis=0)) == len(rows)
-
-
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
-def test_rates_rise_stay_and_fall_to_zero(stage: Stage) -> None:
-    rates = [stage.rate_at((step + 0.5) / 1000) for step in range(1000)]
-    top = rates.index(max(rates))
-    assert rates == sorted(rates[: top + 1]) + sorted(rates[top + 1 :], reverse=True)
-    assert max(rates) == pytest.approx(stage.peak, rel=0.01)
-    assert max(rates[0], rates[-1]) < 0.1 * stage.peak
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

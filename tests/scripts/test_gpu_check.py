@@ -19,11 +19,21 @@ def call(*arguments: object) -> int:
     return gpu_check.main([*map(str, arguments)])
 
 
-def test_a_machine_without_a_gpu_is_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert call("--out", tmp_path / "run") == 2
-    assert "not on a GPU; give --any-device" in capsys.readouterr().err
-    assert call("--out", tmp_path / "run", "--shapes", "7b", "--any-device") == 2
-    assert "--shapes names 7b" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("", "not on a GPU; give --any-device"),
+        ("--shapes 7b --any-device", "--shapes names 7b"),
+        ("--shapes tiny --any-device --only speed", "names no section; they are kernels, bandwidth, parity, loss"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: str, says: str
+) -> None:
+    assert call("--out", tmp_path / "run", *options.split()) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -64,15 +74,6 @@ def test_sections_alone_and_a_time_that_ends(monkeypatch: pytest.MonkeyPatch, tm
     rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert [row["section"] for row in rows] == ["kernels"] + ["bandwidth"] * 6
     assert rows[-1]["left_out"] == "the rest, at the end of --minutes 0.15"
-
-
-def test_a_section_that_there_is_not_is_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ("--any-device", "--shapes", "tiny", "--only", "speed")
-    assert call("--out", tmp_path / "run", *options) == 2
-    error = capsys.readouterr().err
-    assert "--only speed names no section; they are kernels, bandwidth, parity, losslessness, tiny: sizes, " in error
-    assert error.endswith("tiny: 1 after 512 by XLA\n")
-    assert not (tmp_path / "run").exists()
 
 
 def test_steps_are_projected_at_published_acceptance_lengths() -> None:
