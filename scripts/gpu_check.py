@@ -56,7 +56,7 @@ from peagle.workflows.random_checkpoint import EAGLE_3, P_EAGLE, SIZES, write_ra
 from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.page import page
 from scripts.gpu.shape import DRAFTERS, MEMORY, OVER_DEVICES, Section, Shape, TooLarge
-from scripts.runs import Json, Progress, Run, add_run_options, in_one_line, new_parser
+from scripts.runs import Json, Run, add_run_options, in_one_line, new_parser
 from scripts.steps import PUBLISHED_RATE
 from target.shard import check_ranks
 
@@ -112,7 +112,7 @@ def over_devices(shape: MeshShape) -> Iterator[Json]:
     with tempfile.TemporaryDirectory() as scratch:
         small, large = loud_target(Path(scratch)), Path(scratch) / name
         with jax.default_matmul_precision("highest"):  # not TF32, whose ten bits are a GPU's default
-            (row,) = compare(small, for_weights(), (shape,), Progress())
+            row = compare(small, for_weights(), shape)
         yield {"ok": row["error_in_spreads"] < MOST_OFF and row["same_tokens"] == row["answers"], **row}
         write_random_checkpoint(large, SIZES[name])
         for mesh in (str(shape), None):

@@ -123,31 +123,9 @@ class Lines:
         return spread(ratios(values, by)) if values and by else None
 
 
-class Progress:
-    """One line on standard error, overwritten: the current part of `begin`'s total."""
-
-    def __init__(self, prefix: str = "", total: int = 0) -> None:
-        self._prefix, self._longest = prefix, 0
-        self.begin(total)
-
-    def __call__(self, what: str) -> None:
-        line = f"{self._prefix} {what}".strip()
-        self._longest = max(self._longest, len(line))
-        print(f"\r{line:<{self._longest}}", end="", file=sys.stderr, flush=True)
-
-    def begin(self, total: int) -> None:
-        """Count parts from here on."""
-        self._total, self._begun = total, 0
-
-    def part(self, what: str) -> None:
-        """Show the part that begins now."""
-        self._begun += 1
-        self(f"{self._begun} of {self._total}: {what}")
-
-    def end(self) -> None:
-        """Finish the line."""
-        self("done")
-        print(file=sys.stderr)
+def say(what: str) -> None:
+    """Show the part that begins now, on one line of standard error, overwritten."""
+    print(f"\r\x1b[K{what}", end="" if what else "\n", file=sys.stderr, flush=True)
 
 
 # --- a run's folder -------------------------------------------------------------------------------------------------

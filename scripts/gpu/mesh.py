@@ -1,12 +1,12 @@
-"""Compare a target over meshes of devices with the whole one.
+"""Compare a target over a mesh of devices with the whole one.
 
 A random target whose widths no mesh shares evenly, with sinks that differ by head and large biases, is decoded whole
-and over each mesh: logits of one pass, tokens and acceptance of several requests with n-gram drafts, collectives of the
+and over the mesh: logits of one pass, tokens and acceptance of several requests with n-gram drafts, collectives of the
 compiled pass. With dp, engines over copies of it share the requests.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from peagle.loading.load import load_over
 from peagle.parallel.mesh import MeshShape, make_meshes
 from peagle.protocols import Target
 from peagle.workflows.random_checkpoint import geometry, random_tensors
-from scripts.runs import Json, Progress
+from scripts.runs import Json
 from target.load import load_target, write_target
 from target.model import GptOss
 
@@ -71,33 +71,25 @@ def facts(target: Target, *copies: Target) -> Json:
     return {"logits": logits, "answers": answers, "collectives": len(kinds)}
 
 
-def compare(directory: Path, kernels: Any, shapes: Sequence[MeshShape], progress: Progress) -> list[Json]:
-    """Compare the target over each mesh with the whole one."""
+def compare(directory: Path, kernels: Any, shape: MeshShape) -> Json:
+    """Compare the target over a mesh with the whole one."""
     loaded = load_target(directory, experts="packed", implementation=kernels)
     alone = facts(GptOss(loaded.params, loaded.config))
-    whole_bytes = _bytes_of(loaded.params)
-    rows = []
-    for shape in shapes:
-        progress.part(f"{kernels}, {shape}")
-        target, over = load_over(directory, shape, experts="packed", implementation=kernels)
-        over_mesh = facts(target, *(target.on(mesh) for mesh in make_meshes(shape)[1:]))
-        error = float(np.abs(over_mesh["logits"] - alone["logits"]).max() / alone["logits"].std())
-        answers = zip(over_mesh["answers"], alone["answers"], strict=True)
-        same = [(mine[0] == theirs[0], mine[1] == theirs[1]) for mine, theirs in answers]
-        rows.append(
-            {
-                "kernels": kernels,
-                "mesh": str(shape),
-                "error_in_spreads": error,
-                "answers": len(same),
-                "same_tokens": sum(tokens for tokens, _ in same),
-                "same_accepted": sum(accepted for _, accepted in same),
-                "accepted": sum(accepted for _, accepted in alone["answers"]),
-                "collectives": over_mesh["collectives"],
-                "bytes_over_whole": _bytes_of(over.params) / shape.ranks / whole_bytes,
-            }
-        )
-    return rows
+    target, over = load_over(directory, shape, experts="packed", implementation=kernels)
+    over_mesh = facts(target, *(target.on(mesh) for mesh in make_meshes(shape)[1:]))
+    answers = zip(over_mesh["answers"], alone["answers"], strict=True)
+    same = [(mine[0] == theirs[0], mine[1] == theirs[1]) for mine, theirs in answers]
+    return {
+        "kernels": kernels,
+        "mesh": str(shape),
+        "error_in_spreads": float(np.abs(over_mesh["logits"] - alone["logits"]).max() / alone["logits"].std()),
+        "answers": len(same),
+        "same_tokens": sum(tokens for tokens, _ in same),
+        "same_accepted": sum(accepted for _, accepted in same),
+        "accepted": sum(accepted for _, accepted in alone["answers"]),
+        "collectives": over_mesh["collectives"],
+        "bytes_over_whole": _bytes_of(over.params) / shape.ranks / _bytes_of(loaded.params),
+    }
 
 
 def _bytes_of(tree: Any) -> int:

@@ -31,7 +31,7 @@ from peagle.workflows.random_checkpoint import (
     write_random_drafter,
 )
 from scripts import runs
-from scripts.runs import Json, Progress, Run
+from scripts.runs import Json, Run
 from scripts.steps import random_request, synthetic_engine, time_steps
 
 PROMPT_TOKENS = 64
@@ -57,17 +57,17 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     temperatures = runs.numbers("--temperatures", options.temperatures, 0, 2, float)
     ks, requests = runs.numbers("-k", options.k), runs.numbers("--requests", options.requests)
     cases = list(itertools.product(rates, temperatures, requests))
-    run, progress = Run(options.out, typed, {"rounds": options.rounds}), Progress(total=len(options.sizes) * len(cases))
+    run = Run(options.out, typed, {"rounds": options.rounds})
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as scratch:
             pair = random_pair(Path(scratch), size)
             for rate, temperature, count in cases:
-                progress.part(f"{size}, acceptance {rate:g}, temperature {temperature:g}, {count} at once")
+                runs.say(f"{size}, acceptance {rate:g}, temperature {temperature:g}, {count} at once")
                 shape = (options.new_tokens, PROMPT_TOKENS, SamplingParams(temperature=temperature))
                 together = [random_request(pair.target.vocab_size, number, *shape) for number in range(count)]
                 rows = measure(pair, rate, together, ks, options.rounds)
                 run.extend({"size": size, "rate": rate, "temperature": temperature, **row} for row in rows)
-    progress.end()
+    runs.say("")
     run.write(page, rows=run.lines)
     return 0
 

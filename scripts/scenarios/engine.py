@@ -20,7 +20,7 @@ from peagle.base.errors import InputError
 from peagle.base.files import expect_new
 from peagle.measure.reports import Block
 from scripts import runs
-from scripts.runs import ROOT, Json, Lines, Progress, Run, turns
+from scripts.runs import ROOT, Json, Lines, Run, turns
 
 NOW, BEFORE = "now", "before"
 OPTIONS = "-p 512,2048 -n 64 -t 1,4 --slots 1,8,32 --repeats 3"
@@ -40,14 +40,13 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     runs.expect_least(1, options, "rounds")
     if not (options.before / "peagle").is_dir():
         raise InputError(f"--before {options.before} has no peagle/; expected a checkout of this project")
-    run, progress = Run(options.out, typed, {"rounds": options.rounds, "options": options.options}), Progress()
+    run = Run(options.out, typed, {"rounds": options.rounds, "options": options.options})
     sides = {NOW: ROOT, BEFORE: options.before.resolve()}
-    progress.begin(options.rounds * len(sides) * len(options.targets))
     for target in options.targets:
         for number, side in turns([*sides], options.rounds, warm_up=False):
-            progress.part(f"{target}, {side}")
+            runs.say(f"{target}, round {number}, {side}")
             run.extend({"side": side, "round": number, **line} for line in bench(sides[side], target, options.options))
-    progress.end()
+    runs.say("")
     run.write(page, rows=rows(run.lines))
     return 0
 

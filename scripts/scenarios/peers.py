@@ -54,7 +54,7 @@ from peagle.workflows.random_checkpoint import DFLASH, EAGLE_3, LEAST_LAYERS, P_
 from scripts import runs
 from scripts.peers.llama import DFLASH_K, Build
 from scripts.peers.remote import Child, cannot_run, start
-from scripts.runs import Json, Lines, Progress, Run
+from scripts.runs import Json, Lines, Run
 from target.load import inspect_target, load_target, save_target
 
 OURS, VLLM, LLAMA, PLAIN = "peagle", "vllm", "llama.cpp", "plain"
@@ -99,18 +99,18 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     run, rows, software = Run(options.out, typed, config), [], []
     config["models"] = [Path(model).name for model in options.models]
     for model in options.models:
-        name, say = Path(model).name, Progress(f"{Path(model).name}:")
+        name = Path(model).name
         with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
             site = site_of(model, Path(scratch), names, options, build)
             entries, children = entries_of(names, site, options), {}
             for own in entries:
                 if own.process not in children:
-                    say(f"{own} loads")
+                    runs.say(f"{name}: {own} loads")
                     children[own.process] = child = running.enter_context(own.start())
                     engine = ", ".join(filter(None, own.process))
                     software.append({"model": name, "engine": engine, **child.described})
-            lines = [{"model": name, **line} for line in run_rounds(entries, children, site, options, say)]
-        say.end()
+            lines = [{"model": name, **line} for line in run_rounds(entries, children, site, options)]
+        runs.say("")
         run.extend(lines)
         rows += rows_of(lines, entries)
         run.write(page, show=model is options.models[-1], rows=rows, software=software)
@@ -307,16 +307,14 @@ def run_rounds(
     children: Mapping[tuple[str, ...], Child],
     site: Site,
     options: argparse.Namespace,
-    say: Progress,
 ) -> Iterator[Json]:
     """Yield a line per round, entry and number of requests; round 0 warms up.
 
     equal: the share of answers that are those of the same engine without drafts.
     """
-    say.begin((options.rounds + 1) * len(entries))
     plain: dict[tuple[str, int], list[list[int]]] = {}
     for number, own in runs.turns(entries, options.rounds):
-        say.part(str(own))
+        runs.say(f"round {number}: {own}")
         for count in options.requests if own.several else {1} & {*options.requests}:
             figures, answers = decode(children[own.process], own, site, count, options.new_tokens)
             if own.drafts == PLAIN:

@@ -31,7 +31,7 @@ from peagle.measure.reports import Block
 from peagle.measure.sweep.plan import K
 from peagle.pair import Pair
 from scripts import runs
-from scripts.runs import Json, Lines, Progress, Run
+from scripts.runs import Json, Lines, Run
 from scripts.serving import servers
 from scripts.serving.client import Reply, figures, together
 from scripts.serving.models import PLAIN, Load, ServedPair, add_model_options, page_title, prepared, prompts
@@ -89,10 +89,10 @@ def variants(models: ServedPair, peer: Path | None) -> list[str]:
 
 def measure(options: argparse.Namespace, models: ServedPair, loads: Sequence[Load]) -> Iterator[Json]:
     """Measure loads on servers with a slot per client; yield a line per round and variant."""
-    progress, pair = Progress(), None
+    pair = None
     for load in loads:
         with contextlib.ExitStack() as stack:
-            progress(f"{load.clients} clients: servers start")
+            runs.say(f"{load.clients} clients: servers start")
             running = {
                 variant: stack.enter_context(started(options, models, variant, load))
                 for variant in variants(models, options.peer)
@@ -102,8 +102,8 @@ def measure(options: argparse.Namespace, models: ServedPair, loads: Sequence[Loa
                 pair = pair or peagle.load(models.target, models.drafter)
                 engines = {variant: engine_of(pair, k, load) for variant, k in models.drafts.items()}
             texts = prompts(models.checkpoint, load)
-            yield from rounds(load, texts, running, engines, progress)
-    progress.end()
+            yield from rounds(load, texts, running, engines)
+    runs.say("")
 
 
 def started(
@@ -130,14 +130,12 @@ def rounds(
     prompts: Sequence[Sequence[int]],
     running: Mapping[str, Server],
     engines: Mapping[str, AnyEngine],
-    progress: Progress,
 ) -> Iterator[Json]:
     """Yield a line per round, variant and place (server, engine). Round 0 warms up."""
     places = [(variant, "server") for variant in running] + [(variant, "engine") for variant in engines]
-    progress.begin((load.rounds + 1) * len(places))
     short = replace(load, tokens_out=min(load.tokens_out, 8))
     for number, (variant, place) in runs.turns(places, load.rounds):
-        progress.part(f"{load.clients} clients: {variant}, {place}")
+        runs.say(f"{load.clients} clients, round {number}: {variant}, {place}")
         now, token_ids = (load, prompts) if number else (short, prompts[: load.clients])
         if place == "server":
             bodies = [body_of(prompt, now, variant) for prompt in token_ids]

@@ -15,7 +15,7 @@ from peagle.loading.checkpoints import DEMO, DEMO_EAGLE3, resolve
 from peagle.workflows.random_checkpoint import write_random_checkpoint, write_random_drafter
 from scripts.peers import ours
 from scripts.peers.llama import Build
-from scripts.runs import Progress, rotated
+from scripts.runs import rotated
 from scripts.scenarios import peers
 from scripts.scenarios.peers import (
     LLAMA,
@@ -63,7 +63,7 @@ def test_requests_are_decoded_together_by_engines_that_can() -> None:
     entries = [entry(name, SITE) for name in (OURS, "transformers-bf16", VLLM)]
     entries.append(entry(VLLM, SITE, "p-eagle", 5))
     engines = {own.process: Scripted([*range(10), 10 + (own.drafts != PLAIN)]) for own in entries}
-    lines = list(peers.run_rounds(entries, engines, SITE, OPTIONS, Progress()))  # type: ignore[arg-type]
+    lines = list(peers.run_rounds(entries, engines, SITE, OPTIONS))  # type: ignore[arg-type]
     every = [{"prompts": PROMPTS[:count], "num_tokens": 11, "stop_token_ids": []} for count in (1, 3)] * 4
     for own in entries:
         asked = [call | own.arguments for call in every]

@@ -10,7 +10,6 @@ from peagle.base.errors import InputError
 from peagle.engine.host.engine import Engine
 from peagle.loading.checkpoints import DEMO, resolve
 from peagle.text.tokenizer import load_tokenizer
-from scripts.runs import Progress
 from scripts.scenarios import soak
 from scripts.scenarios.serve import PEER, by_engine, rounds, row_of
 from scripts.serving import client, servers
@@ -42,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, E
 def test_rounds_have_the_clients_figures_the_servers_own_and_the_engines(server: tuple[Server, Engine]) -> None:
     running_server, engine = server
     load = Load(2, 4, 6, 9, 2, engine_alone=True)
-    lines = list(rounds(load, PROMPTS, {PLAIN: running_server}, {PLAIN: engine}, Progress()))
+    lines = list(rounds(load, PROMPTS, {PLAIN: running_server}, {PLAIN: engine}))
     assert [(line["round"], line["place"]) for line in lines] == [
         (1, "engine"), (1, "server"), (2, "server"), (2, "engine")
     ]  # fmt: skip
