@@ -16,21 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from drafter.train.shards import Document
 from scripts.demo import corpus, rows, tokenizer
 from scripts.demo.corpus import SourceFile
-from scripts.demo.rows import (
-    CHARS_PER_TOKEN,
-    GOOD,
-    LOOP,
-    LOOPING,
-    OTHER,
-    PADDING,
-    PROMPT,
-    TEXT,
-    TEXT_FRAC,
-    behind_texts,
-    chat_documents,
-    pack,
-    texts_of,
-)
+from scripts.demo.rows import GOOD, LOOP, LOOPING, OTHER, PADDING, PROMPT, TEXT, behind_texts, pack, texts_of
+from scripts.demo.target import TOKENIZER_FILES
 from scripts.demo.tasks import Task
 from scripts.demo.tokenizer import RETURN, SPECIAL_TOKENS
 
@@ -61,7 +48,7 @@ def saved_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedToken
     """A tokenizer trained on a little Python, saved and loaded again without the network."""
     path: Path = tmp_path_factory.mktemp("tokenizer")
     tokenizer.wrap(tokenizer.train_bpe(iter([FUNCTION, Path(corpus.__file__).read_text()]), 600)).save_pretrained(path)
-    assert {file.name for file in path.iterdir()} >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert {file.name for file in path.iterdir()} >= {*TOKENIZER_FILES}
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
@@ -112,28 +99,8 @@ def test_special_tokens_have_their_roles_and_fixed_ids(saved_tokenizer: PreTrain
     assert saved_tokenizer("import os")["input_ids"][0] == 0, "raw text starts as in training"
 
 
-def test_the_chat_template_writes_every_role_and_ends_the_last_answer(saved_tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = [{"role": role, "content": role[0]} for role in ("system", "developer", "user", "assistant", "user")]
-
-    def render(turns: list[dict[str, str]], **options: object) -> str:
-        return saved_tokenizer.apply_chat_template(turns, tokenize=False, **options)
-
-    expected = (
-        "<|start|>system<|message|>s<|end|><|start|>developer<|message|>d<|end|><|start|>user<|message|>u<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>a<|end|><|start|>user<|message|>u<|end|>"
-    )
-    opening = "<|start|>assistant<|channel|>final<|message|>"
-    assert render(messages, add_generation_prompt=True) == expected + opening
-    answered = [*messages, {"role": "assistant", "content": "b"}]
-    assert render(answered) == expected + opening + "b<|return|>"
-    assert render(messages[2:3], reasoning_effort="low").startswith("<|start|>system<|message|>Reasoning: low<|end|>")
-    assert render(messages[:1], reasoning_effort="low") == "<|start|>system<|message|>s\nReasoning: low<|end|>"
-    with pytest.raises(Exception, match="role tool is unknown"):
-        render([{"role": "tool", "content": ""}])
-
-
 def test_prompt_and_answer_are_the_whole_conversation(saved_tokenizer: PreTrainedTokenizerFast) -> None:
-    ((ids, roles),) = chat_documents(saved_tokenizer, [{"prompt": "def f():", "reference": "return 1"}], 512)
+    ((ids, roles),) = rows.chat_documents(saved_tokenizer, [{"prompt": "def f():", "reference": "return 1"}], 512)
     messages = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": "return 1"}]
     assert saved_tokenizer.decode(ids).endswith(saved_tokenizer.apply_chat_template(messages, tokenize=False))
     answer = [token for token, role in zip(ids, roles, strict=True) if role == rows.TEXT]
@@ -163,7 +130,7 @@ def test_every_task_stands_behind_a_text_that_leaves_room_for_it() -> None:
     for long, task in zip(behind, TASKS, strict=True):
         assert long["prompt"].endswith("\n\n" + task["prompt"])
         assert long["reference"] == task["reference"]
-        assert len(long["prompt"]) - len(task["prompt"]) <= TEXT_FRAC[1] * width * CHARS_PER_TOKEN + 2
+        assert len(long["prompt"]) - len(task["prompt"]) <= rows.TEXT_FRAC[1] * width * rows.CHARS_PER_TOKEN + 2
     assert len({long["prompt"][:40] for long in behind}) > 1
 
 
