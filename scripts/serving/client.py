@@ -46,8 +46,15 @@ class Reply:
 
 
 @contextlib.contextmanager
-def connected(url: str, receive_buffer: int | None = None) -> Iterator[http.client.HTTPConnection]:
-    """Connect to a server until the context ends.
+def sent(
+    url: str,
+    body: Json | bytes,
+    method: str = "POST",
+    path: str = PATH,
+    headers: Mapping[str, str] = JSON_BODY,
+    receive_buffer: int | None = None,
+) -> Iterator[http.client.HTTPConnection]:
+    """Send a request, and close the connection at the end of the context.
 
     receive_buffer: bytes that the system reads ahead; it is set before connecting.
     """
@@ -58,14 +65,7 @@ def connected(url: str, receive_buffer: int | None = None) -> Iterator[http.clie
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
             connection.sock.settimeout(PATIENCE_S)
             connection.sock.connect((parts.hostname, parts.port))
-        yield connection
-
-
-@contextlib.contextmanager
-def sent(url: str, body: Json, receive_buffer: int | None = None) -> Iterator[http.client.HTTPConnection]:
-    """Send a completion, and close the connection at the end of the context."""
-    with connected(url, receive_buffer) as connection:
-        connection.request("POST", urllib.parse.urlsplit(url).path + PATH, dumps(body), JSON_BODY)
+        connection.request(method, parts.path + path, body if isinstance(body, bytes) else dumps(body), dict(headers))
         yield connection
 
 
@@ -104,8 +104,7 @@ def stall(url: str, body: Json, seconds: float) -> None:
 
 def status_of(url: str, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> int:
     """Send any request; return the status of its reply."""
-    with connected(url) as connection:
-        connection.request(method, urllib.parse.urlsplit(url).path + path, body, {**JSON_BODY, **headers})
+    with sent(url, body, method, path, {**JSON_BODY, **headers}) as connection:
         reply = connection.getresponse()
         reply.read()
         return reply.status
