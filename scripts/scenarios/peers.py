@@ -79,7 +79,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=24, help="of the demo (default %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of random prompts (default %(default)s)")
     parser.add_argument("-n", "--new-tokens", type=int, default=64, help="decoded each time (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of random tokens (default %(default)s)")
     parser.add_argument(
         "--requests", metavar="N,...", default="1", help="decoded together, such as 1,4,8,16,32 (default %(default)s)"
     )
@@ -109,10 +108,9 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
                     children[own.process] = child = running.enter_context(own.start())
                     engine = ", ".join(filter(None, own.process))
                     software.append({"model": name, "engine": engine, **child.described})
-            lines = [{"model": name, **line} for line in run_rounds(entries, children, site, options)]
+            run.extend({"model": name, **line} for line in run_rounds(entries, children, site, options))
         runs.say("")
-        run.extend(lines)
-        rows += rows_of(lines, entries)
+        rows += rows_of([line for line in run.lines if line["model"] == name], entries)
         run.write(page, show=model is options.models[-1], rows=rows, software=software)
     return 0
 
@@ -137,7 +135,6 @@ def check(options: argparse.Namespace) -> None:
     """Parse lists of options. Raises InputError for impossible ones, and for checkpoints with too few positions."""
     runs.expect_least(1, options, "rounds", "prompt_tokens", "num_prompts")
     runs.expect_least(2, options, "new_tokens")
-    runs.expect_least(0, options, "seed")
     options.requests, options.k = runs.numbers("--requests", options.requests), list(parse_ks(options.k))
     options.drafters = list(dict.fromkeys(options.drafters.split(","))) if options.drafters else []
     if unknown := [name for name in options.drafters if name not in DRAFTERS]:
@@ -231,7 +228,7 @@ def site_of(model: str, scratch: Path, names: Sequence[str], options: argparse.N
 
 def random_prompts(vocab_size: int, options: argparse.Namespace) -> list[list[int]]:
     """Draw prompts of random tokens, the same for every engine."""
-    generators = (np.random.default_rng([options.seed, number]) for number in range(max(options.requests)))
+    generators = (np.random.default_rng([0, number]) for number in range(max(options.requests)))
     return [rng.integers(0, vocab_size, options.prompt_tokens).tolist() for rng in generators]
 
 

@@ -32,7 +32,7 @@ from tests.scripts.conftest import GEOMETRY
 
 pytestmark = pytest.mark.compile
 
-OPTIONS = argparse.Namespace(prompt_tokens=16, new_tokens=11, rounds=3, seed=0, requests=[1, 3])
+OPTIONS = argparse.Namespace(prompt_tokens=16, new_tokens=11, rounds=3, requests=[1, 3])
 DRIFT = {1: 1.0, 2: 3.0, 3: 1.5}  # of the machine, by round: ratios within a round do not see it
 PROMPTS = random_prompts(89, OPTIONS)
 DRAFTERS = {"p-eagle": "/drafter", "eagle3": "/drafter", "ngram": "ngram"}
