@@ -40,6 +40,7 @@ MOST_SLOTS = 1 << 16  # more than any memory holds
 MAX_NUM_DRAFTS = 128  # no acceptance length outweighs a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # characters
+DEFAULT_DRAFTS = 7  # most of a step of K "auto", if the drafter's folder does not say it
 AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to save time (peagle.engine.auto)
 NumDrafts = int | str | None  # K as users say it (`Drafts.parse`)
 DtypeName = Literal["float32", "bfloat16"]

@@ -27,6 +27,7 @@ from peagle.answers.stream import AsyncStream, Stream
 from peagle.base.errors import InputError, InputWarning
 from peagle.config import (
     DEFAULT_CHUNK,
+    DEFAULT_DRAFTS,
     AnswerConfig,
     Drafts,
     EngineConfig,
@@ -36,7 +37,6 @@ from peagle.config import (
     configs_of,
 )
 from peagle.drafters.ngram import NGram
-from peagle.engine.auto.speculation import Speculation
 from peagle.engine.devices.free_memory import (
     PAGES_FRAC,
     FreeMemory,
@@ -96,7 +96,8 @@ class Pair:
     stop_token_ids: tuple[int, ...] = ()
     loaded: Loaded = Loaded()
     retain_full_kv: bool = False  # windowed layers keep all positions
-    speculation: Speculation = Speculation()  # noqa: RUF009  # frozen; how "auto" drafts
+    auto_drafts: int = DEFAULT_DRAFTS  # of a step of "auto", at most
+    trained_drafts: int | None = None  # of a position, in the drafter's training; None: unknown, or any number
     steps_per_dispatch: int = 1  # of plain decoding and of speculation, so that their ratio is fair
     prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens per pass
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
@@ -177,7 +178,7 @@ class Pair:
         """Resolve K. None: auto with a drafter, plain decoding without one."""
         if k is None and self.drafter is None:
             return Drafts(0)
-        return Drafts.parse(k, default=self.speculation.num_drafts)
+        return Drafts.parse(k, default=self.auto_drafts)
 
     def engine_config(self, num_speculative_tokens: NumDrafts, **options: Any) -> ResolvedConfig:
         """Make the config of an engine. options: fields of ResolvedConfig (`resolve`)."""
@@ -209,7 +210,6 @@ class Pair:
             "synthetic_acceptance": rates,
             "steps_per_dispatch": self.steps_per_dispatch,
             "adaptive": adaptive,
-            "counts": self.speculation.counts if adaptive else None,
         }
         resolved: ResolvedConfig
         (resolved,) = configs_of(values, ResolvedConfig)
@@ -357,7 +357,7 @@ class Pair:
 
     def _warn_beyond_training(self, config: ResolvedConfig) -> None:
         """Warn of more drafts than the drafter was trained for; once, of more positions if it has no window."""
-        depth = self.speculation.trained_drafts
+        depth = self.trained_drafts
         if depth is not None and config.num_drafts > depth:
             warnings.warn(
                 f"K is {config.num_drafts}, but the drafter was trained for {depth} drafts: later ones are rarely "

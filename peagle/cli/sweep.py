@@ -41,7 +41,7 @@ RESOLVED = ("dtype", "experts", "kernels")  # fields of peagle.pair.Loaded: what
 DEMO_PROMPTS = 60  # by default
 LOADED = Takes("target", "drafter_window", "dtype", "experts")
 # allowed with --resume, because they do not change the measurements
-FREE = ("out", "resume", "dry_run", "write_widths", "quiet")
+FREE = ("out", "resume", "dry_run", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,6 @@ class Sweep:
       the demo models    [cyan]peagle sweep --out RUN[/cyan]
       resume             [cyan]peagle sweep --out RUN --resume[/cyan]
       batch sizes        [cyan]peagle sweep --out RUN --concurrency 1,2,4,8,16[/cyan]
-      the acceptance that -k auto begins with
-        [cyan]peagle sweep --out RUN --resume --write-widths DRAFTER[/cyan]
       your checkpoints
         [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompt-file IN.jsonl[/cyan]
       two drafters
@@ -102,9 +100,6 @@ class Sweep:
     """Resume the run in --out by its stored plan."""
     dry_run: Annotated[bool, Flag(RUNNING)] = False
     """Check options and files, print the plan, and exit."""
-    write_widths: Annotated[Path | None, Flag(OUTPUT, "DIR|FILE")] = None
-    """Write how often drafts were accepted, by the drafter's confidence: to a file, or into a drafter's directory as
-    speculation.json. -k auto starts from it. Needs auto in -k; the largest K becomes the most drafts of a step."""
     quiet: Annotated[bool, QUIET] = False
     """Hide progress and table; the results are in --out. Warnings and errors are still printed."""
 
@@ -132,7 +127,7 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
     """Sweep. typed: the plan by the options; a resumed run has a plan of its own."""
     from peagle.cli.display import Display
     from peagle.measure.provenance import provenance
-    from peagle.measure.sweep import calibration, page
+    from peagle.measure.sweep import page
     from peagle.measure.sweep.figures import alone, concurrent, rows
     from peagle.measure.sweep.runner import models_of
     from peagle.measure.sweep.store import begin, open_run
@@ -149,7 +144,6 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
         plan = folder.plan
         sets = {} if folder.has_prompts else _reread_prompts(plan)
         _check_same_files(plan)
-    widths = None if settings.write_widths is None else calibration.file_for(plan, settings.write_widths)
     _check_models(plan)
     for prompts in sets.values():
         display.warn(prompts.warnings)
@@ -165,7 +159,7 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
         else:
             _check_same_arithmetic(folder, origin["ran"])
             folder.save(origins=[*folder.origins, origin], rows=None)
-        run = _measure(folder, pairs, sets, settings.resume, widths, display)
+        run = _measure(folder, pairs, sets, settings.resume, display)
     except KeyboardInterrupt:
         display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
         return interrupt.EXIT_CODE
@@ -192,11 +186,9 @@ def _measure(
     pairs: "Mapping[Models, Pair]",
     sets: Mapping[str, PromptSet],
     resumed: bool,
-    widths: Path | None,
     display: "Display",
 ) -> "SweepRun":
-    """Decode the missing requests, with progress. widths: the file of --write-widths."""
-    from peagle.measure.sweep.calibration import calibrate
+    """Decode the missing requests, with progress."""
     from peagle.measure.sweep.runner import SweepRun, make_requests, models_of
 
     if not folder.has_prompts:
@@ -213,10 +205,6 @@ def _measure(
         run.warm_up(progress)
     with display.stage("decoding", animated=False) as progress:
         run.decode(progress)
-    if widths is not None:
-        with display.stage("counting acceptance by confidence", animated=False) as progress:
-            counted = calibrate(run, widths, progress)
-        display.note(f"{widths}: {counted.num_drafts} drafts at most, and the acceptance that auto begins with")
     return run
 
 

@@ -36,9 +36,9 @@ from peagle.cli.command import changed_options, read_record, record
 from peagle.cli.display import Display, duration
 from peagle.cli.output import say
 from peagle.config import AUTO, check_block
-from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.loading.checkpoints import DEMO, from_anywhere, name_for_others, or_demo, resolve
 from peagle.loading.load import default_dtype, load
+from peagle.loading.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.metrics import figure_text
 from peagle.parallel.mesh import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line

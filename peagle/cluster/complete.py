@@ -4,7 +4,7 @@ import dataclasses
 
 from peagle.cluster.config import FleetConfig
 from peagle.config import AUTO, Drafts
-from peagle.loading.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, speculation_of
+from peagle.loading.checkpoints import DEMO, DEMO_DRAFTERS, auto_drafts, drafter_path, or_demo, resolve
 from peagle.loading.fit import check_fit, chosen_window
 from peagle.loading.load import without_weights
 from peagle.pair import Pair
@@ -43,8 +43,8 @@ def completed(config: FleetConfig) -> FleetConfig:
 def pair_without_weights(config: FleetConfig) -> Pair:
     """Make the pair of a fleet's replicas without weights. It can make requests and resolve an engine's config."""
     target, drafter = _models(config)
-    speculation = speculation_of(drafter, drafter_path(target, drafter))
-    return dataclasses.replace(without_weights(target), speculation=speculation)
+    most = auto_drafts(drafter_path(target, drafter))
+    return dataclasses.replace(without_weights(target), auto_drafts=most)
 
 
 def _models(config: FleetConfig) -> tuple[str, str | None]:

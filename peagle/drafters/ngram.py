@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, Int
 from peagle.ops.attention import CacheGroup, Pages
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 
+# of the demo's tokens after a match of 1, 2, 3 tokens .45, .71, .84 are right, greedy; .35, .64, .73 at temperature 1
+MISS = 0.55
+
 
 @flax.struct.dataclass
 class History:
@@ -98,5 +101,7 @@ class NGram:
         follow = best + 1 + jnp.arange(num_drafts, dtype=jnp.int32)
         known = (longest > 0) & (follow < num)
         last = tokens[jnp.maximum(num - 1, 0)]
-        confidence = jnp.where(known, 1.0 - 0.8 ** longest.astype(jnp.float32), 0.0)
+        # each right draft makes the match longer by one
+        match = (longest + jnp.arange(num_drafts, dtype=jnp.int32)).astype(jnp.float32)
+        confidence = jnp.where(known, 1.0 - MISS**match, 0.0)
         return jnp.where(known, tokens[jnp.minimum(follow, tokens.shape[0] - 1)], last), confidence

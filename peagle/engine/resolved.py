@@ -6,7 +6,6 @@ from typing import Literal, TypeAlias
 
 from peagle.base.errors import InputError
 from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
-from peagle.engine.auto.state import Counts
 from peagle.engine.request import Request
 
 MOST_RESERVED = 8192  # positions per slot that default memory holds; longer requests share it
@@ -23,7 +22,6 @@ class ResolvedConfig(EngineConfig):
     steps_per_dispatch   changes when tokens reach the host, never which tokens
     adaptive             steps choose how many drafts to verify, num_drafts at most, by costs measured
                          at warm-up (peagle.engine.auto)
-    counts               the acceptance that adaptive steps start from
     k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
     role                 "prefill" computes prompts and their first tokens, and hands the requests over; "decode"
                          takes them (peagle.engine.host.handoff)
@@ -35,7 +33,6 @@ class ResolvedConfig(EngineConfig):
     prefix_cache: int = 0
     steps_per_dispatch: int = 1
     adaptive: bool = False
-    counts: Counts | None = None
     k_per_request: bool = False
     role: Role = "both"
 

@@ -1,18 +1,17 @@
 """Resolve the names that people type to checkpoint directories and to drafters without weights."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from peagle.base.checkpoint import CONFIG, INDEX, WEIGHTS, fingerprint, read_json, weight_files
 from peagle.base.errors import InputError, InputWarning
 from peagle.base.settings import naming
+from peagle.config import DEFAULT_DRAFTS
 from peagle.drafters.ngram import NGram
-from peagle.engine.auto.speculation import Speculation, read_speculation
 from peagle.loading.hub import OF_DRAFTERS, OF_TARGETS, cached, is_name
+from peagle.loading.speculation import read_auto_drafts
 from peagle.protocols import Drafter
 
 DEMO, DEMO_EAGLE3, DEMO_DFLASH, NGRAM = "demo", "demo-eagle3", "demo-dflash", "ngram"
@@ -21,15 +20,7 @@ DEMO_DIRECTORY = Path(__file__).parents[1] / "demo"
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's training data
 
 
-@dataclass(frozen=True)
-class Weightless:
-    """A drafter without weights."""
-
-    make: Callable[[], Drafter]
-    speculation: Speculation
-
-
-WEIGHTLESS = {NGRAM: Weightless(NGram, Speculation())}  # by name
+WEIGHTLESS: dict[str, Callable[[], Drafter]] = {NGRAM: NGram}  # drafters without weights, by name
 
 
 def or_demo(name: str | None) -> str:
@@ -155,23 +146,18 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     return directory
 
 
-def speculation_of(drafter: str | Path | None, directory: Path | None) -> Speculation:
-    """Return the settings of K "auto": those of the drafter's speculation.json, or the defaults.
+def auto_drafts(drafter_directory: Path | None) -> int:
+    """Return the most drafts of a step with K "auto": as the drafter's speculation.json says, within its block.
 
-    directory: from `drafter_path`. Raises InputError for an unreadable file.
+    None: a drafter without weights. Reads no weights. Raises InputError for an unreadable file.
     """
-    if drafter in WEIGHTLESS:
-        return WEIGHTLESS[str(drafter)].speculation
-    return Speculation() if directory is None else drafter_speculation(directory)
-
-
-def drafter_speculation(drafter_directory: Path) -> Speculation:
-    """Return the settings of K "auto" for a drafter with weights, within its block. Reads no weights."""
     from drafter.dialects import open_drafter, parse_config
     from drafter.trained import trained_depth
 
-    speculation = read_speculation(drafter_directory, trained_depth(drafter_directory))
+    if drafter_directory is None:
+        return DEFAULT_DRAFTS
+    drafts = read_auto_drafts(drafter_directory)
+    if drafts is None:
+        drafts = min(DEFAULT_DRAFTS, trained_depth(drafter_directory) or DEFAULT_DRAFTS)
     most = parse_config(open_drafter(drafter_directory)).block_drafts
-    if most is None:
-        return speculation
-    return dataclasses.replace(speculation, num_drafts=min(speculation.num_drafts, most))
+    return drafts if most is None else min(drafts, most)

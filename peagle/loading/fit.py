@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from peagle.base.checkpoint import Checkpoint
 from peagle.base.errors import InputError, InputWarning
 from peagle.config import AUTO, check_block
-from peagle.engine.auto.speculation import OFF, SPECULATION_FILE, read_window
+from peagle.loading.speculation import OFF, SPECULATION_FILE, read_window
 
 if TYPE_CHECKING:
     from drafter.config import DrafterConfig

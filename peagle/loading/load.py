@@ -24,7 +24,7 @@ from peagle.base.sizes import format_size
 from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK, DtypeName, ExpertsChoice, KernelsChoice, Reduction
 from peagle.engine.devices.remote import Coordinator
 from peagle.engine.host.handoff import Fingerprints
-from peagle.loading.checkpoints import DEMO, WEIGHTLESS, another_target, drafter_path, resolve, speculation_of
+from peagle.loading.checkpoints import DEMO, WEIGHTLESS, another_target, auto_drafts, drafter_path, resolve
 from peagle.loading.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
 from peagle.ops import cuda
 from peagle.ops.attention import CacheGroup
@@ -306,15 +306,16 @@ def with_drafter(
     target: the argument that the pair was loaded with. Raises InputError, and warns, as `load` does.
     """
     from drafter.propose import drafter_of
+    from drafter.trained import trained_depth
     from drafter.vocabulary import narrow
 
     target_directory, drafter_directory = resolve(target, "target"), drafter_path(target, drafter)
     plain = pair.plain_target
-    drafting = WEIGHTLESS[str(drafter)].make() if drafter in WEIGHTLESS else None
+    drafting = WEIGHTLESS[str(drafter)]() if drafter in WEIGHTLESS else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     narrowed = window_description = drafted = None
     drafter_fingerprint = "" if drafter is None else str(drafter)  # n-gram: no files
-    speculation = speculation_of(drafter, drafter_directory)
+    most_drafts = auto_drafts(drafter_directory)
     window = chosen_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
@@ -347,7 +348,8 @@ def with_drafter(
             draft_vocab=narrowed,
             drafter_window=window_description,
         ),
-        speculation=speculation,
+        auto_drafts=most_drafts,
+        trained_drafts=None if drafter_directory is None else trained_depth(drafter_directory),
         fingerprints=Fingerprints(pair.fingerprints.target, drafter_fingerprint),
     )
 

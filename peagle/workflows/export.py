@@ -19,9 +19,9 @@ from drafter.vocabulary import FREQUENT_TOKENS, Coverage
 from peagle.base.errors import InputError
 from peagle.base.files import encoded
 from peagle.base.strict_json import dumps
-from peagle.engine.auto.speculation import SPECULATION_FILE
 from peagle.loading.checkpoints import DEMO, name_for_others, target_folder
 from peagle.loading.fit import check_fit, describe_windows
+from peagle.loading.speculation import SPECULATION_FILE
 from peagle.measure.metrics import figure_text
 from target.config import TargetConfig
 from target.load import inspect_target, load_embedding_and_head

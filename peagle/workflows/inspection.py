@@ -16,12 +16,12 @@ from peagle.base.errors import InputError
 from peagle.base.memory import available_memory_bytes
 from peagle.base.sizes import format_size
 from peagle.config import AUTO
-from peagle.engine.auto.speculation import SPECULATION_FILE
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, shared_slots
-from peagle.loading.checkpoints import drafter_speculation
+from peagle.loading.checkpoints import auto_drafts
 from peagle.loading.fit import chosen_window, describe_aux_layers, windowed
 from peagle.loading.load import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
+from peagle.loading.speculation import SPECULATION_FILE
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
 from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.ops.native import available as native_available
@@ -178,10 +178,8 @@ def engine_rows(
 
 def _drafts(path: Path) -> str:
     """Describe how `auto` drafts, and the file that says so."""
-    speculation = drafter_speculation(path)
     source = f"by {SPECULATION_FILE}" if (path / SPECULATION_FILE).is_file() else f"there is no {SPECULATION_FILE}"
-    begins = "acceptance counted while decoding" if speculation.counts is None else "recorded acceptance"
-    return f"{speculation.num_drafts} at most per step, from {begins}; {source}"
+    return f"{auto_drafts(path)} at most per step; {source}"
 
 
 def _target_memory(files: TargetFiles) -> str:

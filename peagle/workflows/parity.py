@@ -27,7 +27,7 @@ from peagle.answers.result import decode
 from peagle.base import interrupt, strict_json
 from peagle.base.checkpoint import Checkpoint
 from peagle.base.errors import InputError
-from peagle.engine.auto.speculation import OFF, SPECULATION_FILE, WINDOW_KEY
+from peagle.loading.speculation import OFF, SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.estimates import estimate, ratio
 from peagle.ops.linear import PackedMatrix, as_matrix
 from peagle.ops.norm import rms_norm

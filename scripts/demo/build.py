@@ -10,8 +10,8 @@ by `peagle train`: p_eagle_begun and dflash_begun on answers and corpus, then p_
 Then the same on rows of 512, 2048 and 4096: long_dataset, long_begun, long_answers, long_practice, long_practised,
 long_written and short_written, long_p_eagle, long_eagle3 and long_dflash, the drafters with a window of 256 positions.
 
-pair/ holds the result. With --install it replaces the pair and the held-out prompts in peagle/demo; its card is then
-written by hand, and `peagle sweep --write-widths peagle/demo/drafter` counts the acceptance that -k auto begins with.
+pair/ holds the result. With --install it replaces the pair and the held-out prompts in peagle/demo; its card and each
+drafter's num_speculative_tokens in speculation.json are then written by hand.
 About eight hours on two cores, and 6 GB; the result is the same within noise.
 """
 
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from peagle.base import jax_workaround
 from peagle.base.checkpoint import CONFIG
 from peagle.base.strict_json import dumps
-from peagle.engine.auto.speculation import SPECULATION_FILE, WINDOW_KEY
+from peagle.loading.speculation import SPECULATION_FILE, WINDOW_KEY
 from scripts.demo.corpus import collect, read_lines
 from scripts.demo.rows import (
     LONG_PROMPTS,

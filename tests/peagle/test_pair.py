@@ -13,7 +13,6 @@ import pytest
 import peagle
 from peagle.base.errors import InputError, InputWarning
 from peagle.config import Drafts, EngineConfig, SamplingParams
-from peagle.engine.auto.speculation import Speculation
 from peagle.engine.devices.free_memory import LEAST_PREFIX_BYTES, FreeMemory
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
@@ -123,7 +122,7 @@ def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.Monk
 
 
 def test_the_default_k_is_the_pairs(toy: Pair) -> None:
-    best = dataclasses.replace(toy, speculation=Speculation(5))
+    best = dataclasses.replace(toy, auto_drafts=5)
     assert best.drafts("auto") == Drafts(5, True)
     assert best.drafts(None) == Drafts(5, True)
     assert best.drafts(3) == Drafts(3, False)
@@ -132,7 +131,7 @@ def test_the_default_k_is_the_pairs(toy: Pair) -> None:
 
 def test_auto_with_a_number_adapts_with_at_most_so_many_drafts_a_step(toy: Pair) -> None:
     """Fewer than the drafter's file says, or more; and the tokens stay plain decoding's."""
-    best = dataclasses.replace(toy, speculation=Speculation(5))
+    best = dataclasses.replace(toy, auto_drafts=5)
     assert best.drafts("auto:2") == Drafts(2, True)
     assert best.drafts("auto:9") == Drafts(9, True)
     assert best.engine_config("auto:2", context=128).adaptive

@@ -12,7 +12,6 @@ import numpy as np
 
 from drafter.config import DrafterConfig
 from peagle.engine.auto.costs import CostTable
-from peagle.engine.auto.state import OF_SLOTS
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import Handle
@@ -206,7 +205,7 @@ def check_state(state: DecodeState, capacity: int, slots: Sequence[int] | None =
         state,
         target_cache=None,  # type: ignore[arg-type]
         drafter_state=None,
-        auto=state.auto and {name: getattr(state.auto, name) for name in OF_SLOTS},  # type: ignore[arg-type]
+        auto=state.auto and (state.auto.slots, state.auto.pauses),  # type: ignore[arg-type]
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(small):
         name = jax.tree_util.keystr(path)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle.engine.auto.state import AutoState, Slots, by_kind, in_bin
+from peagle.engine.auto.state import AutoState, Slots
 from peagle.ops.messages import DraftOutput
 
 DRAFTER, LOOKUP = 0, 1  # sources
@@ -24,17 +24,15 @@ class Drafts:
     token_ids: jax.Array  # [B, K]
     confidence: jax.Array  # [B, K]
     num: jax.Array  # [B]: how many drafts
-    expected: jax.Array  # [B]: the first one's chance by the counts
-    survival: jax.Array  # [B, K]: calibrated
+    survival: jax.Array  # [B, K]: chances that this draft and all before it are accepted
     gains: jax.Array  # [B, K]
 
     @classmethod
     def of(cls, auto: AutoState, slots: Slots, source: int, draft: DraftOutput, num: Int[Array, " B"]) -> "Drafts":
         assert draft.confidence is not None
-        chances = by_kind((auto.accepted / auto.tried)[source], slots.sampled)
-        counted = jnp.cumprod(jnp.sum(jnp.where(in_bin(draft.confidence), chances, 0.0), axis=-1), axis=-1)
-        survival = counted * auto.calibration[:, source, None]
-        return cls(draft.token_ids, draft.confidence, num, counted[:, 0], survival, gains_of(survival, num, slots))
+        chances = jnp.minimum(draft.confidence * auto.slots.trust[:, source], 1.0)
+        survival = jnp.cumprod(chances, axis=1)
+        return cls(draft.token_ids, draft.confidence, num, survival, gains_of(survival, num, slots))
 
 
 class Plan(NamedTuple):
@@ -73,14 +71,14 @@ def plan_drafting(
     num_unread: tokens that it has not read. must_run: it runs even if that gains nothing; None: it makes all drafts.
     """
     drafts = None if looked_up is None else Drafts.of(auto, slots, LOOKUP, looked_up, limits)
-    num, runs, num_drafts = jnp.where(uses_drafter, limits, 0), jnp.ones((), bool), auto.gains.shape[1]
+    num, runs, num_drafts = jnp.where(uses_drafter, limits, 0), jnp.ones((), bool), auto.slots.gains.shape[1]
     most_unread = jnp.max(jnp.where(uses_drafter, num_unread, 0))
     behind = most_unread > num_drafts + 1
     # to absorb the input takes about one pass per K + 1 rows
     passes = jnp.where(behind, most_unread.astype(jnp.float32) / (num_drafts + 1), 0.0)
     catch_up = passes * slots.costs.of_pass(slots.num_active)
     if must_run is not None:
-        gains = auto.known_gains(slots.sampled)
+        gains = auto.slots.gains
         num = choose_drafts(gains, num, slots)
         gain = jnp.sum(jnp.where(jnp.arange(num_drafts)[None, :] < num[:, None], gains, 0.0), axis=1)
         gain = gain if drafts is None else gain - jnp.sum(drafts.gains, axis=1)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from peagle.base import interrupt
-from peagle.engine.auto.state import AutoState, Counts
+from peagle.engine.auto.state import AutoState
 from peagle.engine.host import programs
 from peagle.engine.host.pass_plans import PlanLayout
 from peagle.engine.memory.kv_memory import Sizing
@@ -90,7 +90,7 @@ class Executor:
         config, num_target = self.config, self._layout.num_target_groups
         sizes = config.slots, config.context, config.num_drafts
         pages = self._num_pages[:num_target], self._num_pages[num_target:]
-        return programs.init_program(self._tree, *sizes, *pages, config.adaptive, config.counts)
+        return programs.init_program(self._tree, *sizes, *pages, config.adaptive)
 
     def prefill(self, plan: np.ndarray, with_drafter: bool) -> jax.Array:
         """Compute a chunk (`chunk_plan`); return an array to wait for."""
@@ -239,16 +239,10 @@ class Executor:
         self._state = _join(after, kept)
         return outputs  # type: ignore[no-any-return]
 
-    def relearn(self, blank: bool = False) -> None:
-        """Forget what steps have learned. blank: also the recorded counts."""
-        counts = None if blank else self.config.counts
-        auto = AutoState.start(self.config.slots, self.config.num_drafts, self._num_sources, counts)
+    def relearn(self) -> None:
+        """Forget what steps have learned."""
+        auto = AutoState.start(self.config.slots, self.config.num_drafts, self._num_sources)
         self._state = dataclasses.replace(self.state, auto=auto)
-
-    def counts(self) -> Counts:
-        """Read the drafter's counts since `relearn(blank=True)`. Waits for all dispatches."""
-        assert self.state.auto is not None
-        return self.state.auto.counts()
 
     def read_pages(self, layer: int, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Copy pages of a layer to the host: (keys, values). Layers: the target's, then the drafter's."""

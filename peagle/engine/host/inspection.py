@@ -1,32 +1,12 @@
 """What measuring code asks of an engine without other requests (`engine.one`)."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 
-from peagle.engine.auto.state import Counts
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.executor import Executor
-from peagle.engine.request import Request
-
-
-def count_acceptance(engine: Engine, requests: Sequence[Request]) -> Counts:
-    """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.auto).
-
-    For an adaptive engine. Afterwards its steps start from the recorded counts again.
-    """
-    costs, engine.costs = engine.costs, None
-    try:
-        engine.start()
-        engine.executor.relearn(blank=True)
-        for _ in engine.generate(requests):
-            pass
-        engine.settle()
-        return engine.executor.counts()
-    finally:
-        engine.costs = costs
-        engine.executor.relearn()
 
 
 @contextlib.contextmanager

@@ -152,7 +152,7 @@ def _propose_adaptively(
     assert state.auto is not None
     assert state.drafter_input is not None
     num_unread = state.drafter_input.num
-    auto, slots, num_drafts = state.auto, state.auto_slots(costs), state.auto.gains.shape[1]
+    auto, slots, num_drafts = state.auto, state.auto_slots(costs), state.auto.slots.gains.shape[1]
     looked_up, read = None, jnp.zeros((state.slots,), bool)
     if lookup is not None:  # it reads its input at once
         state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)

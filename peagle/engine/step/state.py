@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from peagle.engine.auto.costs import StepCosts
-from peagle.engine.auto.state import AutoState, Counts, Slots
+from peagle.engine.auto.state import AutoState, Slots
 from peagle.engine.request import MOST_STOP_TOKENS, Drafting, Request, fold_seed
 from peagle.engine.step.adjust import Adjustments
 from peagle.engine.step.masks import all_allowed
@@ -154,9 +154,8 @@ def init_state(
     target_pages: Sequence[int],
     drafter_pages: Sequence[int],
     adaptive: bool = False,
-    counts: Counts | None = None,
 ) -> DecodeState:
-    """Make a state of empty slots. target_pages, drafter_pages: of each cache group. counts: recorded acceptance."""
+    """Make a state of empty slots. target_pages, drafter_pages: of each cache group."""
     zero = jnp.zeros((slots,), jnp.int32)
     num_sources = 1 if lookup is None else 2
     drafter_input = drafter_state = None
@@ -183,7 +182,7 @@ def init_state(
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
         adjustments=Adjustments.none(slots, target.vocab_size),
-        auto=AutoState.start(slots, num_drafts, num_sources, counts) if adaptive else None,
+        auto=AutoState.start(slots, num_drafts, num_sources) if adaptive else None,
         lookup_state=None if lookup is None else lookup.init_state(slots, capacity, max(2 * num_drafts, INPUT_ROOM)),
     )
 

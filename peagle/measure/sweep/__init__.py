@@ -6,7 +6,6 @@ what is decoded: prompts, rendering, temperature. Variants are compared within a
 plan         workloads times variants, repeats, limits
 runner       decodes a plan
 store        a run's folder, which is valid at any moment, so that a killed run can be resumed
-calibration  acceptance by the drafter's confidence, for -k auto to begin with
 figures      from raw lines to rows of figures with intervals; peagle.answers.result has the formulas of one request
 compare      two runs, request by request: is a difference real?
 page         sentences, tables and pictures

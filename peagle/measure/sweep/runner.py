@@ -191,18 +191,6 @@ class SweepRun:
         room = self.pair.max_positions - len(request.prompt_ids)
         return Request(request.prompt_ids, min(self.plan.max_new_tokens, room), sampling, index=request.request)
 
-    def counting_engine(self, variant: Variant) -> tuple[AnyEngine, int]:
-        """Return (an adaptive engine of a variant's models, the most drafts of its steps).
-
-        They are the plan's largest fixed K, else those of `auto`.
-        """
-        pair = self.pairs[models_of(variant)]
-        largest = max((k for k in self.plan.ks if isinstance(k, int)), default=0)
-        num_drafts = largest or pair.drafts(variant.k).num_drafts
-        window = getattr(pair.drafter, "window", None)
-        num_drafts = num_drafts if window is None else min(num_drafts, window - 1)
-        return pair.engine(pair.engine_config(num_drafts, context=self.capacity, adaptive=True)), num_drafts
-
     def _engine(self, variant: Variant) -> AnyEngine:
         pair = self.pairs[models_of(variant)]
         return pair.engine(pair.engine_config(variant.k, context=self.capacity, slots=variant.concurrency or 1))

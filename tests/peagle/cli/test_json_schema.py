@@ -11,7 +11,6 @@ import pytest
 
 from peagle.base import jax_workaround
 from peagle.config import EngineConfig
-from peagle.engine.auto.speculation import Speculation
 from peagle.measure.provenance import TUNING, provenance, tuning
 from peagle.pair import Pair, RequestOptions
 from peagle.text.prompts import Conversation, from_ids
@@ -90,7 +89,7 @@ def test_one_token_has_no_speed_and_no_steps(toy: Pair, config: RunConfig) -> No
 
 def test_an_adaptive_run_tells_what_it_went_by(toy: Pair, config: RunConfig) -> None:
     config = dataclasses.replace(config, engine=EngineConfig("auto"))
-    done = run(dataclasses.replace(toy, speculation=Speculation(K)), [from_ids([50])], config)
+    done = run(dataclasses.replace(toy, auto_drafts=K), [from_ids([50])], config)
     assert done.costs is not None
     value = document(toy, config, done)
     assert value["config"].keys() == RECORDED["speculation"]["config"].keys()

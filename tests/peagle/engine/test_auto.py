@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.engine.auto.choose import Drafts, choose_drafts, choose_widths, gains_of
+from peagle.engine.auto.choose import Choice, Drafts, choose_drafts, choose_widths, gains_of
 from peagle.engine.auto.costs import CostTable, StepCosts
-from peagle.engine.auto.learn import CALIBRATION_STEPS, HORIZON, count_drafts, update_gains, update_profit
-from peagle.engine.auto.state import EDGES, FIRST_PROFIT, LOSS_FRAC, MOST_PAUSE, NUM_BINS, AutoState, Slots
+from peagle.engine.auto.learn import SLOT_STEPS, learn, learn_from_plain_steps, update
+from peagle.engine.auto.state import FIRST_PROFIT, LOSS_FRAC, MOST_PAUSE, AutoState, Averages, Slots, pause_after
 from peagle.ops.messages import DraftOutput
 
 K = 3
@@ -33,19 +33,15 @@ def slots_of(active: int, costs: StepCosts | None = None, rate: float = 1.0, sam
     return Slots(jnp.ones((active,), bool), kinds, costs or StepCosts.unknown(active, K), jnp.float32(rate))
 
 
-def survival_of(auto: AutoState, source: int, sampled: jax.Array, confidence: jax.Array) -> jax.Array:
-    """The survival of drafts by the counts, in slots that begin."""
-    slots = Slots(jnp.ones_like(sampled), sampled, StepCosts.unknown(len(sampled), K), 1.0)
-    draft = DraftOutput(jnp.zeros(confidence.shape, jnp.int32), confidence=confidence)
-    auto = auto.entered(sampled)
-    return Drafts.of(auto, slots, source, draft, jnp.full(sampled.shape, confidence.shape[1])).survival
+def averages_of(auto: AutoState, **values: object) -> Averages:
+    """Values of the slots: those named, the state's own for others."""
+    shapes = auto.slots
+    return shapes.replace(**{n: jnp.broadcast_to(jnp.asarray(v), getattr(shapes, n).shape) for n, v in values.items()})
 
 
-def drafts_of(confidence: jax.Array, expected: jax.Array | None = None) -> Drafts:
-    """Drafts of all sources, of this confidence [B, source, K]."""
-    none = jnp.zeros(confidence.shape)
-    expected = none[..., 0] if expected is None else expected
-    return Drafts(none, confidence, none[..., 0], expected, none, none)
+def nothing_known(auto: AutoState, **known: object) -> Averages:
+    none = jax.tree.map(lambda average: jnp.zeros(average.shape, bool), auto.slots)
+    return none.replace(**{n: jnp.broadcast_to(jnp.asarray(v), getattr(none, n).shape) for n, v in known.items()})
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,121 +79,70 @@ def test_equal_drafts_are_taken_from_the_first_position_on() -> None:
     assert widths.tolist() == [2, 0]
 
 
-def test_chances_are_those_that_were_counted() -> None:
-    """By source, kind of choice, position and bin; a chance counts only after the drafts before it."""
-    rng = np.random.default_rng(3)
-    auto, tried, accepted = AutoState.start(4, K, 2), *np.zeros((2, 2, 2, K, NUM_BINS))
-    low, high = (0.0, *EDGES), (*EDGES, 1.0)
-    for _ in range(40):
-        source, sampled = int(rng.integers(2)), rng.random(4) < 0.5
-        bins = rng.integers(NUM_BINS, size=(4, K))
-        confidence = np.asarray([[rng.uniform(low[n], high[n]) for n in row] for row in bins], np.float32)
-        known, right = rng.random((4, K)) < 0.7, rng.random((4, K)) < 0.5
-        of_source = (np.arange(2) == source)[None, :, None]
-        both = (np.repeat(values[:, None], 2, axis=1) for values in (confidence, known, right))
-        confidences, knowns, rights = map(jnp.asarray, both)
-        auto = count_drafts(auto, jnp.asarray(sampled), drafts_of(confidences), knowns & of_source, rights)
-        for row, place in itertools.product(range(4), range(K)):
-            cell = source, int(sampled[row]), place, int(bins[row, place])
-            counts = known[row, place] & right[row, :place].all()
-            tried[cell] += counts
-            accepted[cell] += counts & right[row, place]
-    begun = AutoState.start(4, K, 2)
-    np.testing.assert_allclose(auto.tried, begun.tried + tried, rtol=1e-5)
-    np.testing.assert_allclose(auto.accepted, begun.accepted + accepted, rtol=1e-5)
-    confidence = np.asarray([[0.97, 0.3, 0.05]], np.float32)
-    for sampled in (False, True):
-        chances = (auto.accepted / auto.tried)[1, int(sampled)]
-        cells = [chances[place, np.searchsorted(EDGES, confidence[0, place], side="right")] for place in range(K)]
-        survival = survival_of(auto, 1, jnp.asarray([sampled]), jnp.asarray(confidence))
-        np.testing.assert_allclose(survival[0], np.cumprod(cells), rtol=1e-5)
+def test_a_drafts_chance_is_its_confidence_times_how_often_such_drafts_were_right() -> None:
+    """Of source 1 in slot 0, first drafts are right half as often as they claim, and others are not known."""
+    auto, slots = AutoState.start(2, K, 2), slots_of(2)
+    draft = DraftOutput(jnp.zeros((2, K), jnp.int32), confidence=jnp.asarray([[0.8, 0.5, 0.9]] * 2))
+    limits = jnp.full((2,), K)
+    survival = Drafts.of(auto, slots, 1, draft, limits).survival
+    np.testing.assert_allclose(survival, [np.cumprod([0.8, 0.5, 0.9])] * 2, rtol=1e-5)
+    known = jnp.zeros((2, 2, K), bool).at[0, 1, 0].set(True)
+    values = averages_of(auto, right=0.4, confidence=0.8)
+    for _ in range(int(8 * SLOT_STEPS)):
+        auto = update(auto, slots, values, nothing_known(auto, right=known, confidence=known), 1)
+    survival = Drafts.of(auto, slots, 1, draft, limits).survival
+    np.testing.assert_allclose(survival, np.cumprod([[0.4, 0.5, 0.9], [0.8, 0.5, 0.9]], axis=1), rtol=1e-2)
+    np.testing.assert_allclose(Drafts.of(auto, slots, 0, draft, limits).survival[0], survival[1], rtol=1e-2)
+    begun = auto.entered(jnp.asarray([False, True]))  # as other greedy requests; nothing is known of sampled ones
+    first = Drafts.of(begun, slots, 1, draft, limits).survival[:, 0]
+    assert 0.4 <= float(first[0]) < 0.5
+    assert float(first[1]) == pytest.approx(0.8)
 
 
-def test_old_counts_are_forgotten() -> None:
-    """After a change of the text, a few times the horizon later, the chance is the new text's."""
-    auto, many = AutoState.start(64, 1, 1), jnp.ones((64, 1, 1), bool)
-    confidence, greedy = jnp.full((64, 1, 1), 0.7), jnp.zeros((64,), bool)
-    for right, chance in ((True, 1.0), (False, 0.0)):
-        tried = jnp.full_like(auto.tried, HORIZON)
-        auto = dataclasses.replace(auto, tried=tried, accepted=(1 - chance) * tried)
-        for _ in range(40):
-            auto = count_drafts(auto, greedy, drafts_of(confidence), many, many & right)
-        survival = survival_of(auto, 0, greedy[:1], confidence[:1, 0])
-        assert float(survival[0, 0]) == pytest.approx(chance, abs=0.02)
-        assert float(jnp.max(auto.tried)) <= HORIZON
+def test_a_draft_counts_where_its_token_is_known_and_all_before_it_were_right() -> None:
+    """Whether it was verified or not: here one draft is verified, which is right, and the next token is known."""
+    auto, slots = AutoState.start(1, K, 2), slots_of(1)
+    ids = jnp.asarray([[[5, 6, 7], [4, 6, 7]]])  # of both sources; the tokens are 5, 6
+    num, confidence = jnp.asarray([[K, K]]), jnp.full((1, 2, K), 0.5).at[0, 1, 0].set(0.3)
+    sources = Drafts(ids, confidence, num, jnp.zeros((1, 2, K)), jnp.zeros((1, 2, K)))
+    choice = Choice(jnp.asarray([1]), ids[:, 0], num[:, 0], jnp.asarray([0]), sources, jnp.float32(0))
+    after = learn(auto, slots, choice, jnp.asarray([1]), jnp.asarray([1]), jnp.asarray([[5, 6]]))
+    rose = np.sign(np.asarray(after.slots.right - auto.slots.right))[0]
+    assert rose.tolist() == [[1, 1, 0], [-1, 0, 0]]
+    without_match = sources.replace(confidence=confidence.at[0, 1].set(0.0))
+    after = learn(auto, slots, choice.replace(sources=without_match), *map(jnp.asarray, ([1], [1], [[5, 6]])))
+    np.testing.assert_array_equal(after.slots.right[0, 1], auto.slots.right[0, 1])
 
 
-def test_recorded_counts_are_a_beginning_that_later_ones_outweigh() -> None:
-    counts = tuple(tuple(tuple((1000.0, 900.0) for _ in range(NUM_BINS)) for _ in range(K + 2)) for _ in range(2))
-    auto, confidence, greedy = AutoState.start(1, K, 2, counts), jnp.full((1, K), 0.05), jnp.zeros((1,), bool)
-    survival = survival_of(auto, 0, greedy, confidence)
-    np.testing.assert_allclose(survival[0], 0.85 ** np.arange(1, K + 1), atol=0.05)
-    assert float(jnp.max(auto.tried)) < 100
-    assert float(survival_of(auto, 1, greedy, confidence)[0, 0]) < 0.1  # they are the first source's
-
-
-def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
-    auto, greedy = AutoState.start(2, K, 2), jnp.zeros((2,), bool)
-    drafts = drafts_of(jnp.full((2, 2, K), 0.7), jnp.full((2, 2), 0.6))
-    second = jnp.zeros((2, 2, K), bool).at[:, 1, 0].set(True)
-    right = jnp.zeros((2, 2, K), bool).at[0, :, 0].set(True)
-    for _ in range(20):
-        auto = count_drafts(auto, greedy, drafts, second, right)
-    calibration = np.asarray(auto.calibration)
-    assert calibration[0, 1] > 1 > 0.5 > calibration[1, 1]
-    np.testing.assert_allclose(calibration[:, 0], 1)
-    for _ in range(int(3 * CALIBRATION_STEPS)):
-        auto = count_drafts(auto, greedy, drafts, second, ~right)
-    assert np.asarray(auto.calibration)[1, 1] > 1
-
-
-def test_a_slots_gains_follow_its_drafts_and_drift_back_to_those_of_all_of_its_kind() -> None:
-    """Slot 0 is greedy, slot 1 sampled. In the first part the averages of all are held still."""
+def test_gains_follow_a_slots_drafts_and_drift_back_without_them() -> None:
+    """Slot 0 is greedy, slot 1 sampled; the third position is never drafted."""
     begun, slots = AutoState.start(2, K, 1), slots_of(2, sampled=(False, True))
-    gains = jnp.asarray([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]])
-    two = jnp.asarray([[True, True, False]] * 2)
-    before, auto = np.asarray(begun.kind_gains), begun
-    assert (np.diff(before) < 0).all()
-    for drafted, num_steps in ((two, 12), (jnp.zeros_like(two), 400)):
-        for _ in range(num_steps):
-            auto = dataclasses.replace(update_gains(auto, slots, gains, drafted), kind_gains=begun.kind_gains)
-        if drafted is two:
-            np.testing.assert_allclose(auto.gains[:, :2], gains[:, :2], atol=0.02)
-            np.testing.assert_allclose(auto.gains[:, 2], before[:, 2], atol=1e-3)  # nothing was drafted there
-    np.testing.assert_allclose(auto.gains, before, rtol=0.02)
-    for _ in range(200):
-        auto = update_gains(auto, slots, gains, two)
-    np.testing.assert_allclose(auto.kind_gains[:, :2], gains[:, :2], atol=0.02)
-    assert abs(float(auto.kind_gains[0, 2]) - before[0, 2]) < 1e-3
-
-
-def test_gains_begin_with_the_recorded_acceptance_of_each_kind() -> None:
-    def counts(*accepted: float) -> tuple[tuple[tuple[float, float], ...], ...]:
-        return tuple(((10.0, 10 * chance), *[(0.0, 0.0)] * (NUM_BINS - 1)) for chance in accepted)
-
-    nothing = tuple(((0.0, 0.0),) * NUM_BINS for _ in range(2))
-    unknown = AutoState.start(1, K, 1).kind_gains
-    gains = AutoState.start(1, K, 1, (counts(0.5, 0.8), nothing)).kind_gains
-    np.testing.assert_allclose(gains, [[0.5, 0.4, 0.4 * unknown[0, 0]], unknown[1]], rtol=1e-5)
+    gains, two = jnp.asarray([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]]), jnp.asarray([[True, True, False]] * 2)
+    auto, before = begun, np.asarray(begun.slots.gains)
+    for _ in range(400):
+        auto = update(auto, slots, averages_of(auto, gains=gains), nothing_known(auto, gains=two), 1)
+    for averages in (auto.slots, auto.kinds):
+        np.testing.assert_allclose(averages.gains[:, :2], gains[:, :2], atol=0.02)
+        np.testing.assert_allclose(averages.gains[:, 2], before[:, 2], atol=1e-3)
+    for _ in range(40):
+        auto = learn_from_plain_steps(auto, slots, jnp.asarray(32))
+    np.testing.assert_allclose(auto.slots.gains, before, rtol=0.02)
 
 
 def test_tries_that_do_not_pay_are_so_rare_that_they_lose_a_small_share_of_the_time() -> None:
-    """Slot 1 did not try. A slot that begins has the profit of the requests of its kind."""
-    auto, tried = AutoState.start(2, K, 1), jnp.asarray([True, False])
-    sampled = tried
+    """A slot that begins has the profit of the requests of its kind; slot 1 did not try."""
+    sampled = jnp.asarray([True, False])
+    auto, slots = AutoState.start(2, K, 1), slots_of(2, sampled=(True, False))
     assert auto.pauses.tolist() == [0, 0]
-    for _ in range(200):
-        auto = update_profit(auto, sampled, tried, jnp.asarray(-0.3))
-    np.testing.assert_allclose(auto.profit, [-0.3, FIRST_PROFIT], rtol=1e-3)
-    assert 0.3 / (int(auto.pauses[0]) + 1) == pytest.approx(LOSS_FRAC, rel=0.1)
-    assert auto.pauses[1] == 0
-    np.testing.assert_allclose(auto.kind_profit, [FIRST_PROFIT, -0.3], rtol=1e-3)
-    assert auto.entered(~sampled).pauses.tolist() == [0, int(auto.pauses[0])]
-    dear = dataclasses.replace(auto, kind_profit=jnp.asarray([-9.0, 0.0]))
-    assert dear.entered(jnp.asarray([False])).pauses.tolist() == [MOST_PAUSE]
-    for _ in range(3):
-        auto = update_profit(auto, sampled, tried, jnp.asarray(2.0))
-    assert auto.pauses[0] == 0
+    for _ in range(400):
+        auto = update(auto, slots, averages_of(auto, profit=-0.3), nothing_known(auto, profit=sampled), 1)
+    np.testing.assert_allclose(auto.slots.profit, [-0.3, FIRST_PROFIT], rtol=1e-3)
+    pauses = auto.entered(sampled).pauses
+    assert 0.3 / (int(pauses[0]) + 1) == pytest.approx(LOSS_FRAC, rel=0.1)
+    assert pauses[1] == 0
+    assert pause_after(jnp.asarray([-9.0, 2.0])).tolist() == [MOST_PAUSE, 0]
+    waited = learn_from_plain_steps(dataclasses.replace(auto, pauses=pauses), slots, jnp.asarray(5))
+    assert waited.pauses.tolist() == [int(pauses[0]) - 5, 0]
 
 
 def test_gains_are_survivals_beyond_the_price_of_a_row() -> None:

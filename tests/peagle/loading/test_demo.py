@@ -13,10 +13,10 @@ import peagle.loading.load
 from drafter.propose import DFlash, Eagle3, PEagle
 from peagle.cli.speculate import EXAMPLE
 from peagle.config import Drafts, EngineConfig
-from peagle.engine.auto.speculation import read_speculation
 from peagle.engine.host.inspection import step_programs
 from peagle.loading.checkpoints import DEMO, DEMO_DFLASH, DEMO_DIRECTORY, DEMO_EAGLE3, HELD_OUT
 from peagle.loading.load import MOST_STEPS_PER_DISPATCH, with_drafter
+from peagle.loading.speculation import read_auto_drafts
 from peagle.ops import native
 from peagle.ops.linear import PackedMatrix
 from peagle.pair import Pair, RequestOptions
@@ -62,7 +62,7 @@ def test_it_is_small_and_its_card_names_what_is_held_out() -> None:
 
 
 def test_it_drafts_by_the_file_that_it_ships(demo: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert demo.speculation == read_speculation(DEMO_DIRECTORY / "drafter")
+    assert demo.auto_drafts == read_auto_drafts(DEMO_DIRECTORY / "drafter")
     shutil.copytree(DEMO_DIRECTORY / "drafter", tmp_path / "drafter")
     (tmp_path / "target").symlink_to(DEMO_DIRECTORY / "target")
     (tmp_path / "drafter" / "speculation.json").write_text('{"num_speculative_tokens": 6}')

@@ -15,7 +15,6 @@ from peagle.base import interrupt
 from peagle.base.errors import InputError
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.auto import measure
-from peagle.engine.auto.speculation import Speculation
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host.engine import Engine
@@ -292,7 +291,7 @@ def test_measuring_what_drafting_costs_compiles_nothing(
     monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", counting)
     context = 78 + round(temperature)  # a shape that no other test has
     config = with_engine(num_speculative_tokens="auto", context=context)
-    pair = dataclasses.replace(toy, speculation=Speculation(2))
+    pair = dataclasses.replace(toy, auto_drafts=2)
     only(pair, dataclasses.replace(config, sampling=SamplingParams(temperature)))
     before, after = counts
     assert before == after

@@ -18,7 +18,6 @@ import peagle.measure.sweep.runner
 from peagle.base.errors import InputError
 from peagle.base.files import locked
 from peagle.cli import main
-from peagle.engine.auto.speculation import Speculation
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.loading.checkpoints import DEMO_DIRECTORY
@@ -296,12 +295,6 @@ REFUSED = [
     ("--concurrency x", "--concurrency is 'x'; expected numbers separated by commas"),
     ("--concurrency=", "--concurrency is ''"),
     ("--concurrency 1,0", "--concurrency is 0; expected 1 or more"),
-    ("--write-widths table.json -k 1-3", "-k does not name it; add it, as -k 1-7,auto"),
-    ("--write-widths no/table.json --concurrency 1", "no does not exist"),
-    ("--write-widths /dev/null --concurrency 1", "/dev/null exists"),
-    ("--write-widths draftr --concurrency 1", "--write-widths draftr is no folder; expected a drafter's directory"),
-    ("--write-widths table.json --drafter demo,ngram", "one drafter"),
-    ("--write-widths table.json --draft-vocab 9,full", "one vocabulary"),
     ("--drafter-window wide", "drafter-window is 'wide'; expected the positions"),
     ("--drafter-window 128 --drafter ngram", "no drafter with weights"),
 ]
@@ -385,7 +378,7 @@ def test_no_text_costs_a_sweep_its_report(lab: Lab) -> None:
 
 
 def test_auto_that_never_drafted_is_told(lab: Lab) -> None:
-    load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), speculation=Speculation(1)))
+    load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), auto_drafts=1))
     lab.monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", lambda *_: costs(7, {1: False}))
     idle, alone, together = lab.sweep("-k auto --concurrency 2 --quiet --seed 3").splitlines()
     assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"

@@ -26,9 +26,7 @@ from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.answers.result import decode
 from peagle.base.errors import InputWarning
 from peagle.config import SamplingParams
-from peagle.engine.auto.speculation import speculation_file
 from peagle.engine.request import Request
-from peagle.loading.checkpoints import drafter_folder
 from peagle.pair import Pair
 from peagle.workflows.new_drafter import init_params_of
 from target.load import load_target
@@ -661,7 +659,7 @@ def test_the_folder_of_a_training_is_its_drafter(lab: Lab, trained: Path) -> Non
     line = f"{trained} is a folder of peagle train: the drafter is {trained / 'drafter'}"
     pair = f"--target {lab.target} --drafter {trained}"
     prompt = write_prompts(lab.root / "prompts.jsonl", PROMPTS[0])
-    sweep = f"sweep --out {lab.root / 'sweep'} --prompt-file {prompt} -n 4 -k 2,auto --dry-run --write-widths {trained}"
+    sweep = f"sweep --out {lab.root / 'sweep'} --prompt-file {prompt} -n 4 -k 2,auto --dry-run"
     for command in (
         f"speculate a -n 4 -k 2 --raw-prompt --quiet {pair}",
         f"info {trained}",
@@ -675,8 +673,6 @@ def test_the_folder_of_a_training_is_its_drafter(lab: Lab, trained: Path) -> Non
     assert drafter_of(lab.out)[1] == drafter_of(trained)[1]
     with pytest.warns(InputWarning, match="is a folder of peagle train"):
         assert peagle.loading.load.load(lab.target, trained).drafter is not None
-    with pytest.warns(InputWarning, match="is a folder of peagle train"):  # as --write-widths finds its file
-        assert speculation_file(drafter_folder(trained)) == trained / "drafter" / "speculation.json"
 
 
 def test_a_training_without_a_drafter_is_told_from_a_checkpoint(lab: Lab, trained: Path) -> None:
