@@ -10,8 +10,8 @@ by `peagle train`: p_eagle_begun and dflash_begun on answers and corpus, then p_
 Then the same on rows of 512, 2048 and 4096: long_dataset, long_begun, long_answers, long_practice, long_practised,
 long_written and short_written, long_p_eagle, long_eagle3 and long_dflash, the drafters with a window of 256 positions.
 
-pair/ holds the result. With --install it replaces the pair and the held-out prompts in peagle/demo; its card and each
-drafter's num_speculative_tokens in speculation.json are then written by hand.
+pair/ holds the result. With --install it replaces the pair and the held-out prompts in peagle/demo; its card is then
+written by hand.
 About eight hours on two cores, and 6 GB; the result is the same within noise.
 """
 
@@ -48,6 +48,7 @@ WINDOW = 256
 KEEP_PROMPT = 520  # tokens that two layers with that window reach, and the drafts of a step
 WINDOW_FIELDS = ("sliding_window", "layer_types")  # of a drafter's config.json
 PAIR = {"drafter": "long_p_eagle", "drafter_eagle3": "long_eagle3", "drafter_dflash": "long_dflash"}
+DRAFTS = {"drafter": 5, "drafter_eagle3": 4, "drafter_dflash": 4}  # most of a step of -k auto
 
 # of `peagle data`
 ANSWERS_BEGUN, LONG_ANSWERS_BEGUN = 4096, 900
@@ -201,7 +202,8 @@ def make_pair(work: Path, target: Path, out: Path) -> None:
         config = json.loads((drafter / CONFIG).read_text(encoding="utf-8"))
         kept = {key: value for key, value in config.items() if key not in WINDOW_FIELDS}
         (drafter / CONFIG).write_text(dumps(kept, indent=2), encoding="utf-8")
-        (drafter / SPECULATION_FILE).write_text(dumps({WINDOW_KEY: WINDOW}, indent=1) + "\n", encoding="utf-8")
+        says = {"num_speculative_tokens": DRAFTS[name], WINDOW_KEY: WINDOW}
+        (drafter / SPECULATION_FILE).write_text(dumps(says) + "\n", encoding="utf-8")
 
 
 def install(work: Path) -> None:
