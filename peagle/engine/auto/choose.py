@@ -30,9 +30,10 @@ class Drafts:
     @classmethod
     def of(cls, auto: AutoState, slots: Slots, source: int, draft: DraftOutput, num: Int[Array, " B"]) -> "Drafts":
         assert draft.confidence is not None
-        chances = jnp.minimum(draft.confidence * auto.slots.trust[:, source], 1.0)
-        survival = jnp.cumprod(chances, axis=1)
-        return cls(draft.token_ids, draft.confidence, num, survival, gains_of(survival, num, slots))
+        # one that is not finite is none: averages must not learn from it
+        confidence = jnp.where(jnp.isfinite(draft.confidence), draft.confidence, 0.0)
+        survival = jnp.cumprod(jnp.minimum(confidence * auto.slots.trust[:, source], 1.0), axis=1)
+        return cls(draft.token_ids, confidence, num, survival, gains_of(survival, num, slots))
 
 
 class Plan(NamedTuple):

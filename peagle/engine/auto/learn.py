@@ -11,9 +11,7 @@ from peagle.engine.auto.state import AutoState, Averages, Slots, pause_after
 
 RATE_STEPS = 32.0  # plain steps over which the engine's rate is averaged
 SLOT_STEPS, KIND_STEPS = 8.0, 32.0  # steps over which the averages of a slot and of a kind are taken
-DRIFT_STEPS = (
-    256.0  # steps without drafts over which gains drift back to the first ones, so that drafting is tried again
-)
+DRIFT_STEPS = 256.0  # steps without drafts over which gains return to the first ones, so that drafting is tried again
 
 
 def learn(
@@ -33,7 +31,9 @@ def learn(
     active, sources, num_active = slots.active, choice.sources, jnp.maximum(slots.num_active, 1)
     place = jnp.arange(sources.token_ids.shape[2], dtype=jnp.int32)[None, :]
     padded = jnp.pad(token_ids, ((0, 0), (0, max(place.size - token_ids.shape[1], 0))))[:, : place.size]
-    is_right = sources.token_ids == padded[:, None] if right is None else right[:, None] & (sources.num >= 0)[..., None]
+    is_right = padded[:, None] == sources.token_ids
+    if right is not None:
+        is_right = jnp.broadcast_to(right[:, None], is_right.shape)
     known = (place[None] < jnp.minimum(num_accepted[:, None] + 1, sources.num)[..., None]) & active[:, None, None]
     known &= sources.confidence > 0  # a lookup without a match is no draft
     known &= jnp.cumsum(~is_right, axis=2, dtype=jnp.int32) - (~is_right).astype(jnp.int32) == 0

@@ -13,7 +13,6 @@ from peagle.engine.auto.costs import StepCosts
 
 FIRST_CHANCE = 0.7  # of a draft to be accepted after those before it, if nothing is known
 FIRST_PROFIT = 0.2  # of the engine's first request
-MOST_TRUST = 1.25  # most that a draft's chance exceeds its confidence by
 LOSS_FRAC = 0.02  # share of the time that tries may lose
 MOST_PAUSE = 32  # most plain steps of a pause; the drafter's input has room for three
 
@@ -48,7 +47,7 @@ class Averages:
     @property
     def trust(self) -> Float[Array, "N source K"]:
         """How often drafts are right, over the drafter's probability of them."""
-        return jnp.minimum(self.right / jnp.maximum(self.confidence, 0.01), MOST_TRUST)
+        return self.right / jnp.maximum(self.confidence, 0.01)
 
     def moved(self, values: "Averages", known: "Averages", steps: float) -> "Averages":
         """Average the known values over about this many steps."""

@@ -114,6 +114,16 @@ def test_a_draft_counts_where_its_token_is_known_and_all_before_it_were_right() 
     np.testing.assert_array_equal(after.slots.right[0, 1], auto.slots.right[0, 1])
 
 
+def test_a_confidence_that_is_not_finite_teaches_nothing() -> None:
+    auto, slots = AutoState.start(1, K, 1), slots_of(1, costs_of(1, [0, 1.0, 1.2, 1.4, 1.6]))
+    draft = DraftOutput(jnp.ones((1, K), jnp.int32), confidence=jnp.asarray([[jnp.nan, 0.5, jnp.inf]]))
+    drafts = Drafts.of(auto, slots, 0, draft, jnp.asarray([K]))
+    sources = jax.tree.map(lambda leaf: leaf[:, None], drafts)
+    choice = Choice(jnp.asarray([K]), drafts.token_ids, drafts.num, jnp.asarray([0]), sources, jnp.float32(0))
+    after = learn(auto, slots, choice, jnp.asarray([K]), jnp.asarray([K]), jnp.ones((1, K + 1), jnp.int32))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+
+
 def test_gains_follow_a_slots_drafts_and_drift_back_without_them() -> None:
     """Slot 0 is greedy, slot 1 sampled; the third position is never drafted."""
     begun, slots = AutoState.start(2, K, 1), slots_of(2, sampled=(False, True))
