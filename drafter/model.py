@@ -1,4 +1,4 @@
-"""The layers of P-EAGLE and EAGLE-3 drafters, and a pass without a cache. The cached passes are in propose.py.
+"""The layers of P-EAGLE and EAGLE-3 drafters. propose.py has the cached passes, train/forward.py those of training.
 
 Row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and predicts token[p+2]. A mask slot is
 (embedding of mask_token_id, fc(mask_hidden)). The row of a draft is (its embedding, the last layer's output at the row
@@ -13,47 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterLayerParams, DrafterParams
-from peagle.ops.attention import Attend, after_rope, attention
+from peagle.ops.attention import Attend
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import embed, linear, logits_dtype
-from peagle.ops.mask import group_causal_mask
 from peagle.ops.norm import Norm, rms_norm
 from peagle.ops.rope import rope_tables
-
-
-def forward(
-    params: DrafterParams,
-    config: DrafterConfig,
-    token_ids: Int[Array, "B T"],
-    aux_hidden: Float[Array, "B T A"],
-    anchor: Int[Array, "B T"],
-    depth: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T U"]:
-    """Compute a P-EAGLE drafter's logits of every row (anchor, depth), without a cache.
-
-    Attention is masked by `group_causal_mask`. A row of depth 0 at anchor p holds token[p+1] and aux_hidden[p]; a row
-    of depth > 0 holds the mask token and mask_hidden instead. Row (p, d) has RoPE position p + d and predicts token[p +
-    d + 2]. Rows of negative anchor are padding. With segments, rows attend within their own segment only, and anchors
-    may repeat across segments.
-    """
-    mask = group_causal_mask(anchor, depth)
-    if segment_ids is not None:
-        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    behind = (anchor + depth)[:, :, None] - (anchor + depth)[:, None, :]
-
-    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        window = config.window(layer)
-        return attention(query, key, value, mask if window is None else mask & (behind < window))
-
-    masked = depth > 0
-    token_ids = jnp.where(masked, mask_token_of(config), token_ids)
-    slots = mask_slots(params, config)[jnp.clip(depth - 1, 0, config.num_mask_hiddens - 1)]
-    hidden = jnp.where(masked[:, :, None], slots, project_aux(params, config, aux_hidden.astype(params.dtype)))
-    x = run_layers(
-        params, config, token_ids, hidden, anchor + depth, after_rope(attend, config.num_heads, config.num_kv_heads)
-    )
-    return head(params, config, x)
 
 
 def next_input(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

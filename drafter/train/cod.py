@@ -3,7 +3,7 @@
 Conditional-on-depth sampling (COD) and the partition are those of P-EAGLE (arXiv 2602.01469, section 4, Algorithm 1).
 
 COD draws the (anchor, depth) rows that a sequence is trained on. Depth 0 keeps every anchor. Depth d keeps a random
-part of the chains of depth d - 1 whose label is still a trained token: about ratio^d of all, never less than min_ratio.
+part of the chains of depth d - 1 whose label is still a trained token: about ratio^d of all, never less than MIN_RATIO.
 So the chain of a kept row is kept whole.
 
 Chains are sorted longest first, so the chains that have depth d are a prefix of all chains, and depth d's rows attend
@@ -14,19 +14,20 @@ to their own chain by slicing (drafter/train/forward.py):
     depth 2  x   x   x   x              counts[1] = 4
     depth 3  x   x                      counts[2] = 2
 
-A DFlash drafter is trained on whole blocks at random anchors (`sample_blocks`): every chain has every depth.
+A DFlash drafter is trained on whole blocks at random anchors (`_sample_blocks`): every chain has every depth.
 """
 
 import dataclasses
 
 import numpy as np
 
-from drafter.train.config import Cod
+from drafter.train.recipe import Recipe
 from peagle.base.errors import InputError
 
 # A part's room for chains, relative to its share of them, because chains lie unevenly. What exceeds the room is cut,
 # the deepest rows first.
 ROOM = 1.25
+MIN_RATIO = 0.2  # least share of anchors at any depth, as in public trainers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +49,10 @@ class Partition:
             )
 
     @classmethod
-    def even(cls, width: int, parts: int) -> "Partition":
-        if not 1 <= parts <= width:
-            raise InputError(f"{parts} parts of a sequence of {width}; expected 1 or more, and no more than its tokens")
-        return cls(width, tuple(part * width // parts for part in range(parts)))
+    def of(cls, recipe: Recipe) -> "Partition":
+        """Cut the rows of a training into its recipe's parts."""
+        parts = recipe.parts or 1
+        return cls(recipe.width, tuple(part * recipe.width // parts for part in range(parts)))
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -66,14 +67,14 @@ class Partition:
         """Return the number of the part that each anchor's chain belongs to."""
         return np.searchsorted(np.asarray(self.starts), np.minimum(anchors + 1, self.width - 1), side="right") - 1
 
-    def counts(self, cod: Cod, num_anchors: int, in_part: int | None = None) -> tuple[tuple[int, ...], ...]:
+    def counts(self, recipe: Recipe, num_anchors: int, in_part: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Return a batch's room for the chains of num_anchors: per part, at depth 1, 2, ...
 
         in_part: most anchors of a part, if they lie unevenly, as after a long prompt; None: they lie evenly.
         """
         if in_part is not None and len(self.starts) > 1:
-            return tuple(tuple(min(span, n) for n in cod.counts(in_part)) for span in self.spans)
-        rooms = [self._rooms(count) for count in cod.counts(num_anchors)]
+            return tuple(tuple(min(span, n) for n in counts(recipe, in_part)) for span in self.spans)
+        rooms = [self._rooms(count) for count in counts(recipe, num_anchors)]
         return tuple(tuple(room[part] for room in rooms) for part in range(len(self.starts)))
 
     def block_counts(self, depth: int, num_blocks: int) -> tuple[tuple[int, ...], ...]:
@@ -86,54 +87,57 @@ class Partition:
         return [min(span, int(np.ceil(extra * count * span / self.width))) for span in self.spans]
 
 
-def sample_chains(
-    cod: Cod,
-    trained: np.ndarray,
-    segment_ids: np.ndarray,
-    partition: Partition,
-    counts: tuple[tuple[int, ...], ...],
-    rng: np.random.Generator,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Draw one sequence's chains; return (anchors [n] int32, last_depth [n] int32) per part, n = counts[part][0].
+def counts(recipe: Recipe, num_anchors: int) -> tuple[int, ...]:
+    """Count the chains that reach depth 1, 2, ..., depth - 1, of num_anchors at depth 0."""
+    ratio, depths = recipe.ratio, range(1, recipe.depth)
+    return tuple(max(0, int((num_anchors - d) * max(ratio**d, MIN_RATIO))) for d in depths)
 
-    counts: each part's room (`Partition.counts`). trained [T] bool: tokens whose prediction counts. Row (a, d) predicts
-    token a + d + 2, so it is kept only if that token is trained and lies in the anchor's segment, and row (a, d - 1) is
-    kept. last_depth is each chain's deepest kept depth, descending; surplus anchors are padding with 0.
+
+def sample(
+    recipe: Recipe, trained: np.ndarray, segment_ids: np.ndarray, rng: np.random.Generator
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Draw one sequence's chains; return (anchors [n] int32, last_depth [n] int32) per part.
+
+    n is the part's room at depth 1, recipe.room[part][0]. trained [T] bool: tokens whose prediction counts. Row (a, d)
+    predicts token a + d + 2, so it is kept only if that token is trained and lies in the anchor's segment, and row (a,
+    d - 1) is kept. last_depth is each chain's deepest kept depth, descending; surplus anchors are padding with 0.
     """
-    width, usable = trained.shape[0], _usable(cod.depth, trained, segment_ids)
+    draw = _sample_chains if recipe.blocks is None else _sample_blocks
+    return draw(recipe, trained, segment_ids, Partition.of(recipe), rng)
+
+
+def _sample_chains(
+    recipe: Recipe, trained: np.ndarray, segment_ids: np.ndarray, partition: Partition, rng: np.random.Generator
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    width, usable = trained.shape[0], _usable(recipe.depth, trained, segment_ids)
     last_depth = np.zeros((width,), np.int32)
     kept = np.flatnonzero(usable[:, 0])
-    for depth, count in enumerate(cod.counts(len(kept)), start=1):
+    for depth, count in enumerate(counts(recipe, len(kept)), start=1):
         kept = rng.permutation(kept[usable[kept, depth]])[:count]
         last_depth[kept] = depth
     part_of = partition.parts_of(np.arange(width))
     drawn = rng.permutation(width)  # so that the chains beyond a part's room are cut at random
     return [
         _fit(drawn[part_of[drawn] == part], last_depth, room, padding=partition.ends[part] - 1)
-        for part, room in enumerate(counts)
+        for part, room in enumerate(recipe.room)
     ]
 
 
-def sample_blocks(
-    cod: Cod,
-    trained: np.ndarray,
-    segment_ids: np.ndarray,
-    partition: Partition,
-    counts: tuple[tuple[int, ...], ...],
-    rng: np.random.Generator,
+def _sample_blocks(
+    recipe: Recipe, trained: np.ndarray, segment_ids: np.ndarray, partition: Partition, rng: np.random.Generator
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Draw the anchors of one sequence's blocks, as `sample_chains` draws chains.
+    """Draw the anchors of one sequence's blocks.
 
     A block may begin after any anchor whose first draft is a trained token. It is whole, as when decoding: last_depth
     is that of the last draft, and rows whose token is not trained do not count. Padding has last_depth -1.
     """
     anchors = rng.permutation(np.flatnonzero(_usable(1, trained, segment_ids)[:, 0]))
     part_of, drawn = partition.parts_of(anchors), []
-    for part, room in enumerate(counts):
+    for part, room in enumerate(recipe.room):
         own = anchors[part_of == part][: room[0]]
         free = (0, room[0] - len(own))
         padded = np.pad(own, free, constant_values=partition.ends[part] - 1).astype(np.int32)
-        drawn.append((padded, np.pad(np.full(len(own), cod.depth - 1, np.int32), free, constant_values=-1)))
+        drawn.append((padded, np.pad(np.full(len(own), recipe.depth - 1, np.int32), free, constant_values=-1)))
     return drawn
 
 

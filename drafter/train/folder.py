@@ -1,19 +1,15 @@
-"""The log and checkpoints in a training's folder. Imports no training library. recipe.json: drafter/trained.py."""
+"""The log in a training's folder, and its newest step. Imports no training library. recipe.json: drafter/trained.py."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.base.files import write_text_whole
-from peagle.base.strict_json import dumps
-
 LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
 # keys of log lines that are not steps; an evaluation at the end is of the best step, which it names
 EVALUATION, HELD_OUT = "evaluation", "held_out"
 COMMAND = "command"  # key of recipe.json: the options, with absolute paths
 MOVABLE = ("target", "data", "init", "draft_vocab", "evaluate")  # its options that name files, which may move
-SIZES = "sizes.json"  # sizes of a checkpoint's files
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
@@ -41,23 +37,3 @@ def best_held_out(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 def steps_done(out: Path) -> int:
     """Return the step of the newest checkpoint; 0 if there is none."""
     return max((int(path.name) for path in (out / CHECKPOINTS).glob("*") if path.name.isdecimal()), default=0)
-
-
-def keep_sizes(checkpoint: Path) -> None:
-    """Record the sizes of a checkpoint's files, for `expect_sizes`."""
-    write_text_whole(checkpoint / SIZES, dumps(_sizes(checkpoint)))
-
-
-def expect_sizes(checkpoint: Path) -> None:
-    """Raise ValueError if a file's size differs from the recorded one. Passes if no sizes were recorded."""
-    if not (checkpoint / SIZES).exists():
-        return
-    sizes = _sizes(checkpoint)
-    for name, size in json.loads((checkpoint / SIZES).read_text(encoding="utf-8")).items():
-        if sizes.get(name) != size:
-            raise ValueError(f"{name} has {sizes.get(name, 0)} bytes, {size} were written")
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SIZES)
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}

@@ -1,16 +1,26 @@
 """Compute a drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
-A row attends only to the context, which is the rows of depth 0 up to its anchor, and to its own chain
-(peagle.ops.mask.group_causal_mask), within its window if the layer has one. A P-EAGLE drafter runs all rows in one
-pass, an EAGLE-3 drafter one depth after the other. So one softmax has two kinds of scores: every row against the T
-context keys, and row (chain, d) against the d keys of its own chain. Chains are sorted longest first
-(drafter/train/cod.py), so these are at the same index within the rows of each depth 1..d:
+A row (anchor, depth) attends to the context, which is the rows of depth 0 up to its anchor, and to its own chain up to
+itself, within its window if the layer has one (arXiv 2602.01469, figure 3). Example with two context rows and two mask
+slots for each. x: the row (down) attends to the key (across):
+
+             (0,0) (1,0) (0,1) (1,1) (0,2) (1,2)
+      (0,0)    x     .     .     .     .     .
+      (1,0)    x     x     .     .     .     .
+      (0,1)    x     .     x     .     .     .
+      (1,1)    x     x     .     x     .     .
+      (0,2)    x     .     x     .     x     .
+      (1,2)    x     x     .     x     .     x
+
+A P-EAGLE drafter runs all rows in one pass, an EAGLE-3 drafter one depth after the other. One softmax has two kinds of
+scores: every row against the T context keys, and row (chain, d) against the d keys of its own chain. Chains are sorted
+longest first (drafter/train/cod.py), so these are at the same index within the rows of each depth 1..d:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
 
 There are rows * (T + D) scores instead of rows^2, and in long sequences only those of one chunk are in memory. Tests
-compare the result with drafter.model.forward for P-EAGLE, and with the float64 reference for EAGLE-3.
+compare the result with the float64 reference and with recorded logits of speculators.
 
 A DFlash drafter (`forward_blocks`) has no rows of depth 0: its context has only keys and values. Its chains are blocks
 of D + 1 rows, and a row attends to all rows of its block.

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
-from drafter.train.config import LossName
+from drafter.train.recipe import LossName
 from drafter.train.row_batches import DocumentSource, Row, RowBatch, RowBatches, pack
 from drafter.train.shards import ALONE, Document
 from peagle.base.errors import InputError

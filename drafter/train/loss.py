@@ -180,8 +180,6 @@ def losses_of_rows(
         return hard(token)
     soft = -jnp.sum(probs * (log_probs if ids is None else jnp.take_along_axis(log_probs, ids, axis=-1)), axis=-1)
     teaches = (jnp.sum(probs, axis=-1) > 0).astype(jnp.float32)
-    if loss == "soft_cross_entropy":
-        return soft, teaches
     if loss == "total_variation":
         drafted = jnp.exp(log_probs if ids is None else jnp.take_along_axis(log_probs, ids, axis=-1))
         return 1 - jnp.sum(jnp.minimum(probs, drafted), axis=-1), teaches

@@ -1,139 +1,131 @@
-"""Decide every value of a TrainConfig, and make its optimizer."""
+"""A training's recipe: the shape of its drafter, and how it learns. Imports neither JAX nor training libraries.
+
+A field with a docstring below it is an option of `peagle train`; a Recipe's fields are keys of recipe.json.
+"""
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
-import optax
+from peagle.base.errors import InputError
+from peagle.base.flag import DRAFTER, LEARNING, Flag, check_least, layers_reader
 
-from drafter.params import DrafterParams
-from drafter.train.cod import Partition
-from drafter.train.config import OptimizerName, TrainConfig
-from peagle.base.flag import check_least
+# cross_entropy        with the token in the data
+# kl                   with the target's distribution, minus its entropy: 0 is perfect
+# half                 half of that without the entropy, half cross-entropy with the target's best token, which greedy
+#                      acceptance needs (the best loss in the first measurements)
+# total_variation      1 - sum min(p, q), p the target's and q the drafter's distribution: the share of sampled drafts
+#                      that are rejected at temperature 1 (arXiv 2211.17192)
+LossName = Literal["half", "cross_entropy", "kl", "total_variation"]
+LOSSES: tuple[str, ...] = get_args(LossName)
+OptimizerName = Literal["adamw", "muon"]
+KindName = Literal["p-eagle", "eagle-3", "dflash"]
+DECIDED = ("other_rate", "warmup_frac", "decay_frac", "draft_decay", "room")  # fields of Recipe that nobody types
 
-SHORT_STEPS = 3000  # fewer steps are a short training
-MEASURED_WIDTH = 192  # hidden size of the drafter for which the rates of short trainings were measured
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterShape:
+    """The drafter to train: that of `init`, or a new one. None: a default that depends on the target."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe(TrainConfig):
-    """A TrainConfig with every value decided, and the number of steps.
-
-    Only `steps` may change when a training is resumed. Every later step has the rate of a training of the new length.
-    So a training of 1000 steps, resumed up to 2000, differs from one of 2000 steps: with decay_frac 1 its rate falls to
-    0 at step 1000, then continues at half its peak.
-    """
-
-    steps: int
-    parts: int = 1  # of a sequence; their gradients are computed one after the other (Algorithm 1)
-    optimizer: OptimizerName = "adamw"
-    learning_rate: float = 1e-4
-    other_rate: float = 1e-4
-    warmup_frac: float = 0.0025
-    decay_frac: float = 1.0
+    init: Annotated[str | None, Flag(DRAFTER, "DIR")] = None
+    """Start from this drafter: its weights and its shape."""
+    kind: Annotated[KindName | None, Flag(DRAFTER, "KIND", ("--drafter",))] = None
+    """p-eagle, eagle-3 or dflash. Default: that of --init, else p-eagle."""
+    layers: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Decoder layers. Default: 4, 1 for EAGLE-3, 5 for DFlash."""
+    hidden_size: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Hidden size. Default: the target's."""
+    mlp_width: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Width of the MLP. Default: twice the hidden size."""
+    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
+    """Target layers (0-based) that the drafter reads. Default: of n 1, n/2 - 1 and n - 4; for DFlash one per layer."""
+    drafter_window: Annotated[str, Flag(DRAFTER, "N|auto|off")] = "auto"
+    """Positions that the drafter sees, for long prompts; auto: as --init, else all."""
+    mask_hiddens: Annotated[int, Flag(DRAFTER, "N")] = 1
+    """Learned mask_hidden vectors, up to --depth - 1."""
+    draft_vocab: Annotated[str | None, Flag(DRAFTER, "N|FILE")] = None
+    """Draft only the data's N most frequent tokens, or a JSON list of ids."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, steps=1)
-
-    @property
-    def partition(self) -> Partition:
-        return Partition.even(self.width, self.parts)
+        check_least(self, layers=1, hidden_size=1, mlp_width=1, mask_hiddens=1)
+        if self.kind not in (None, *get_args(KindName)):
+            names = ", ".join(get_args(KindName))
+            raise InputError(f"the drafter is {self.kind!r}; expected one of {names}", "kind")
 
 
-def rate_schedule(recipe: Recipe, steps: jax.Array, peak: float) -> optax.Schedule:
-    """Make the learning rate of a training of `steps` steps: it rises to `peak`, stays, and falls to 0."""
-    warmup = jnp.maximum(1.0, jnp.floor(steps * recipe.warmup_frac))
-    decay = jnp.clip(jnp.floor(steps * recipe.decay_frac), 1.0, jnp.maximum(1.0, steps - warmup))
-    return lambda step: peak * jnp.clip(jnp.minimum(step / warmup, (steps - step) / decay), 0.0, 1.0)
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a drafter learns: as typed, and after `fill` (drafter/train/fill.py) with every value decided. Hashable.
 
+    The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
+    decay_frac. With adamw learning_rate is for all parameters. With muon it is for matrices, and other_rate for
+    embedding, head, norms and mask_hidden.
 
-def optimizer(recipe: Recipe, steps: jax.Array) -> optax.GradientTransformation:
-    """Make the recipe's optimizer for `steps` steps, which replace the recipe's own number.
-
-    Muon: orthogonalised momentum for layer matrices and fc, Adam for the rest.
+    The number of steps is not part of it, so that a training can be resumed with more of them. Every later step has the
+    rate of a training of the new length. So a training of 1000 steps, resumed up to 2000, differs from one of 2000
+    steps: with decay_frac 1 its rate falls to 0 at step 1000, then continues at half its peak.
     """
 
-    def schedule(peak: float) -> optax.Schedule:
-        return rate_schedule(recipe, steps, peak)
+    rows: Annotated[int, Flag(LEARNING, "N")] = 8
+    """Rows per step, over all devices."""
+    width: Annotated[int, Flag(LEARNING, "N")] = 512
+    """Tokens per row, 3 or more."""
+    depth: Annotated[int, Flag(LEARNING, "N")] = 8
+    """Drafts that are trained per position (K_train)."""
+    ratio: Annotated[float, Flag(LEARNING, "P")] = 0.8
+    """Share of a draft's positions at which the next is trained (COD)."""
+    blocks: Annotated[int | None, Flag(LEARNING, "N")] = None
+    """With DFlash: blocks per row. Default: a sixth of its tokens."""
+    parts: Annotated[int | None, Flag(LEARNING, "N")] = None
+    """Split rows into N parts: less memory, the same gradient. Default: 1, more with --drafter-window."""
+    loss: Annotated[LossName, Flag(LEARNING, "LOSS")] = "half"
+    """cross_entropy: with the data's token; kl: with the target's distribution; half: half of each, with the target's
+    best token; total_variation: for --init."""
+    optimizer: Annotated[OptimizerName | None, Flag(LEARNING, "NAME")] = None
+    """adamw or muon. Default: muon below 3,000 steps, else, and with --init, adamw."""
+    learning_rate: Annotated[float | None, Flag(LEARNING, "X")] = None
+    """Peak learning rate; alone it is adamw's. Default: the optimizer's own."""
+    weight_decay: Annotated[float, Flag(LEARNING, "X")] = 0.0
+    """Weight decay."""
+    compute_dtype: Annotated[Literal["float32", "bfloat16"], Flag(LEARNING, "DTYPE", ("--dtype",))] = "float32"
+    """Compute in float32 or bfloat16; weights stay float32."""
+    seed: Annotated[int, Flag(LEARNING, "S")] = 0
+    """Random seed."""
+    other_rate: float | None = None  # None: adamw
+    warmup_frac: float = 0.0025  # of the paper, arXiv 2602.01469, as decay_frac
+    decay_frac: float = 1.0
+    draft_decay: float | None = None  # of DFlash: draft i counts exp(-i / draft_decay) in the loss
+    room: tuple[tuple[int, ...], ...] = ()  # for chains: by part, at depth 1, 2, ... (`Partition.counts`)
 
-    if recipe.optimizer == "adamw":
-        rule = optax.adamw(schedule(recipe.learning_rate), weight_decay=recipe.weight_decay)
-    else:
-        rule = optax.contrib.muon(
-            schedule(recipe.learning_rate),
-            weight_decay=recipe.weight_decay,
-            adam_b2=0.98,
-            adam_learning_rate=schedule(recipe.other_rate),
-            muon_weight_dimension_numbers=_by_muon,
-            consistent_rms=0.2,
-        )
-    return rule if recipe.clip_norm is None else optax.chain(optax.clip_by_global_norm(recipe.clip_norm), rule)
+    def __post_init__(self) -> None:
+        check_least(self, rows=1, width=3, depth=1, blocks=1, seed=0)
+        if self.parts is not None and not 1 <= self.parts <= self.width:
+            raise InputError(f"parts is {self.parts}; expected 1 to {self.width}, the tokens of a row", "parts")
+        if not 0 < self.ratio <= 1:
+            raise InputError(f"ratio is {self.ratio}; expected a number above 0 and at most 1", "ratio")
+        if self.loss not in LOSSES:
+            raise InputError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}", "loss")
+        if self.optimizer not in (None, *get_args(OptimizerName)):
+            names = ", ".join(get_args(OptimizerName))
+            raise InputError(f"optimizer is {self.optimizer!r}; expected one of {names}", "optimizer")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise InputError(f"learning_rate is {self.learning_rate}; expected a number above 0", "learning_rate")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InputError(f"weight_decay is {self.weight_decay}; expected 0 or more", "weight_decay")
 
-
-def _by_muon(params: DrafterParams) -> DrafterParams:
-    spec = optax.contrib.MuonDimensionNumbers()
-    marks = jax.tree.map(lambda leaf: spec if leaf.ndim == 2 else None, params)
-    result: DrafterParams = marks.replace(embedding=None, lm_head=None, mask_hidden=None)
-    return result
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """The optimizer and its rates: the fields of Recipe whose defaults depend on the number of steps."""
-
-    optimizer: OptimizerName
-    learning_rate: float
-    other_rate: float
-    warmup_frac: float
-    decay_frac: float
+    def over(self, recorded: Mapping[str, Any]) -> "Recipe":
+        """Return a recipe read from a recipe.json, with what is typed in this one instead."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = own | {name: value for name, value in recorded.items() if name in own}
+        values |= {name: value for name, value in own.items() if value is not None and name not in DECIDED}
+        return Recipe(**{**values, "room": tuple(map(tuple, values["room"]))})
 
     def describe(self) -> str:
-        """Example: muon at rates 0.008 and 0.003, rising over 2% of the steps, falling over the last 60%."""
+        """Example: muon at rates of 0.008 and 0.003, rising over 2% of the steps and falling over the last 60%."""
         rates = f"a rate of {self.learning_rate:.2g}"
-        if self.optimizer == "muon":
+        if self.other_rate is not None:
             rates = f"rates of {self.learning_rate:.2g} and {self.other_rate:.2g}"
         rises, falls = (f"{100 * frac:.3g}%" for frac in (self.warmup_frac, self.decay_frac))
         return f"{self.optimizer} at {rates}, rising over {rises} of the steps and falling over the last {falls}"
-
-
-def typed_update(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields of `Update` that the user set."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Update)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def decided(config: TrainConfig, steps: int, parts: int, update: Update) -> Recipe:
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
-    return Recipe(**{**values, **dataclasses.asdict(update), "steps": steps, "parts": parts})
-
-
-PAPER = Update("adamw", 1e-4, 1e-4, 0.0025, 1.0)  # arXiv 2602.01469
-
-
-def short_update(width: int) -> Update:
-    """Return the update of a short training, for a drafter of that hidden size: muon, with high rates.
-
-    The rates were measured at MEASURED_WIDTH. For wider drafters they are scaled as in arXiv 2203.03466: a matrix's
-    relative change per step (muon) and the change of a layer's output (Adam) stay the same.
-    """
-    scale = min(1.0, MEASURED_WIDTH / width)
-    return Update("muon", 0.008 * math.sqrt(scale), 0.003 * scale, 0.02, 0.6)
-
-
-def chosen_update(steps: int, width: int, *, from_trained: bool, typed: Mapping[str, Any]) -> Update:
-    """Choose the update by the number of steps, except for fields that the user set.
-
-    A rate without an optimizer is adamw's, or muon's if other_rate is set. from_trained: take low rates, which preserve
-    a trained drafter.
-    """
-    optimizer = typed.get("optimizer")
-    if optimizer is None and "other_rate" in typed:
-        optimizer = "muon"
-    elif optimizer is None and ("learning_rate" in typed or from_trained or steps >= SHORT_STEPS):
-        optimizer = "adamw"
-    update = dataclasses.replace(PAPER if optimizer == "adamw" else short_update(width), **typed)
-    return update if update.optimizer == "muon" else dataclasses.replace(update, other_rate=update.learning_rate)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import flax.struct
 import numpy as np
 
-from drafter.train.cod import sample_blocks, sample_chains
+from drafter.train.cod import sample
 from drafter.train.recipe import Recipe
 from drafter.train.shards import TEACHER, Document
 from peagle.base.errors import InputError
@@ -108,18 +108,17 @@ class DocumentSource:
 
 @dataclasses.dataclass(frozen=True)
 class RowBatches:
-    """The batches of a training. counts: the room for chains (`Partition.counts`)."""
+    """The batches of a training."""
 
     sources: tuple[DocumentSource, ...]
     recipe: Recipe
-    counts: tuple[tuple[int, ...], ...]
 
     @property
     def rows_per_step(self) -> int:
         return sum(source.rows_per_step for source in self.sources)
 
     def at(self, step: int) -> RowBatch:
-        recipe, partition = self.recipe, self.recipe.partition
+        recipe = self.recipe
         step_rows = [
             source.at(step * source.rows_per_step + i, recipe.seed)
             for source in self.sources
@@ -127,14 +126,11 @@ class RowBatches:
         ]
         rows = [row.arrays(recipe.width) for row in step_rows]
         rng = np.random.default_rng((recipe.seed, 1, step))
-        sample = sample_chains if recipe.blocks is None else sample_blocks
-        chains = [
-            sample(recipe.cod, row["trained"] > 0, row["segment_ids"], partition, self.counts, rng) for row in rows
-        ]
+        chains = [sample(recipe, row["trained"] > 0, row["segment_ids"], rng) for row in rows]
         # stored tensors of the target count only if all rows have them: it runs for a whole batch or not at all
         shared = [name for name in rows[0] if all(name in row for row in rows)]
         stacked = {name: np.stack([row[name] for row in rows]) for name in shared}
-        parts = range(len(self.counts))
+        parts = range(len(recipe.room))
         return RowBatch(
             token_ids=stacked["token_ids"],
             positions=stacked["positions"],

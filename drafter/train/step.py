@@ -20,10 +20,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
+from drafter.train.cod import Partition
 from drafter.train.loss import Labels, Sums, TrainingRows, chain_loss, labels_of_best, labels_of_logits
-from drafter.train.recipe import Recipe, optimizer
+from drafter.train.optimizer import optimizer
+from drafter.train.recipe import Recipe
 from drafter.train.row_batches import RowBatch
-from peagle.base.errors import InputError
 
 ROWS = "rows"  # the mesh axis
 
@@ -43,14 +44,6 @@ class FrozenWeights(NamedTuple):
     embedding: jax.Array
     lm_head: jax.Array
 
-    @classmethod
-    def of(cls, params: DrafterParams, config: DrafterConfig) -> "FrozenWeights | None":
-        """Return a drafter's frozen weights; None for other drafters, whose embedding and head are trained."""
-        if config.kind != "DFlash":
-            return None
-        assert isinstance(params.lm_head, jax.Array)
-        return cls(params.embedding, params.lm_head)
-
     def within(self, params: DrafterParams) -> DrafterParams:
         return dataclasses.replace(params, embedding=self.embedding, lm_head=self.lm_head)
 
@@ -65,6 +58,15 @@ class Fixed:
     draft_to_target: jax.Array | None = None
     teacher: AnyTeacher | None = None
     frozen: FrozenWeights | None = None
+
+    @classmethod
+    def of(cls, initial: DrafterParams, config: DrafterConfig, teacher: AnyTeacher | None) -> "Fixed":
+        """Take what no step changes from a drafter's first parameters."""
+        frozen = None
+        if config.kind == "DFlash":
+            assert isinstance(initial.lm_head, jax.Array)
+            frozen = FrozenWeights(initial.embedding, initial.lm_head)
+        return cls(initial.draft_to_target, teacher, frozen)
 
 
 @flax.struct.dataclass
@@ -93,7 +95,6 @@ def gradients_of(
     params: DrafterParams,
     config: DrafterConfig,
     recipe: Recipe,
-    counts: tuple[tuple[int, ...], ...],
     fixed: Fixed,
     batch: RowBatch,
     with_gradient: bool = True,
@@ -104,7 +105,7 @@ def gradients_of(
     trained token is skipped.
     """
     rows = _taught(fixed.teacher, batch)
-    draft_to_target, partition, dtype = fixed.draft_to_target, recipe.partition, jnp.dtype(recipe.compute_dtype)
+    draft_to_target, partition, dtype = fixed.draft_to_target, Partition.of(recipe), jnp.dtype(recipe.compute_dtype)
 
     def loss_of(
         trained: DrafterParams,
@@ -124,18 +125,17 @@ def gradients_of(
         return (), loss_of(*arguments)[1]
 
     gradient_of = jax.grad(loss_of, has_aux=True) if with_gradient else only_sums
-    if config.receptive_field is not None and recipe.parts > 1:
+    if config.receptive_field is not None and len(recipe.room) > 1:
         return _part_by_part(
             lambda rows, *part: gradient_of(params, rows, _labels(config, draft_to_target, rows.target), *part),
             _nothing(recipe, params if with_gradient else ()),
             config.receptive_field + 1,  # a part's first chain begins at the row before it
             recipe,
-            counts[0],
             rows,
             (jnp.stack(batch.anchors), jnp.stack(batch.last_depth)),
         )
     labels = _labels(config, draft_to_target, rows.target)
-    parts = [_Part(*part) for part in zip(partition.starts, partition.ends, counts, strict=True)]
+    parts = [_Part(*part) for part in zip(partition.starts, partition.ends, recipe.room, strict=True)]
     results = [
         gradient_of(params, rows, labels, anchors, last_depth, part)
         for anchors, last_depth, part in zip(batch.anchors, batch.last_depth, parts, strict=True)
@@ -166,7 +166,6 @@ def _part_by_part(
     none: tuple[Any, Sums],
     before: int,
     recipe: Recipe,
-    counts: tuple[int, ...],
     rows: TrainingRows,
     chains: tuple[jax.Array, jax.Array],
 ) -> tuple[Sums, Any]:
@@ -175,12 +174,13 @@ def _part_by_part(
     A part reads its positions, `before` positions before them, and those after them with its labels. chains:
     (anchors, last_depth) of all parts [parts, B, n]. none: the zeros that a part without a trained token adds.
     """
-    width, span = recipe.width, recipe.width // recipe.parts
-    part = _Part(before, before + span, counts)
+    width, num_parts = recipe.width, len(recipe.room)
+    span = width // num_parts
+    part = _Part(before, before + span, recipe.room[0])
 
     def add(total: Any, piece: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
         start, anchors, last_depth = piece
-        positions = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
+        positions = start - before + jnp.arange(before + span + recipe.depth, dtype=jnp.int32)
         inside, indices = (positions >= 0) & (positions < width), jnp.clip(positions, 0, width - 1)
         part_rows = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=1), rows)
         segment_ids = jnp.where(inside[None], part_rows.segment_ids, 0)
@@ -192,21 +192,20 @@ def _part_by_part(
         )
         return jax.tree.map(jnp.add, total, result), None
 
-    starts = jnp.arange(recipe.parts, dtype=jnp.int32) * span
+    starts = jnp.arange(num_parts, dtype=jnp.int32) * span
     (gradient, sums), _ = jax.lax.scan(add, none, (starts, *chains))
     return sums, gradient
 
 
 def _nothing(recipe: Recipe, params: Any) -> tuple[Any, Sums]:
     """Make (gradient, sums) of zeros; params (): without a gradient."""
-    depths = jnp.zeros((recipe.cod.depth,))
+    depths = jnp.zeros((recipe.depth,))
     return jax.tree.map(jnp.zeros_like, params), Sums(jnp.zeros(()), depths, depths)
 
 
 def next_state(
     config: DrafterConfig,
     recipe: Recipe,
-    counts: tuple[tuple[int, ...], ...],
     state: State,
     steps: jax.Array,
     fixed: Fixed,
@@ -214,19 +213,13 @@ def next_state(
 ) -> tuple[State, Record]:
     """Compute (the next state, the record). Runs on every device, on its own rows, one row after the other.
 
-    steps: of the whole training, for the learning rate. It is an operand, so that trainings of any length share a
-    program.
+    steps: of the whole training, for the learning rate.
     """
-    sums, gradient = _over_rows(config, recipe, counts, state.params, fixed, batch)
+    sums, gradient = _over_rows(config, recipe, state.params, fixed, batch)
     num_rows = jnp.maximum(jnp.sum(sums.rows), 1.0)
     gradient = jax.tree.map(lambda leaf: leaf / num_rows, gradient)
-    freezes_embedding = not recipe.train_embedding and fixed.frozen is None
-    if freezes_embedding:
-        gradient = gradient.replace(embedding=jnp.zeros_like(gradient.embedding))
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
         updates, after = optimizer(recipe, steps).update(gradient, state.optimizer, state.params)
-    if freezes_embedding:  # weights decay without a gradient, too
-        updates = updates.replace(embedding=jnp.zeros_like(updates.embedding))
     record = Record(sums, jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))))
     return State(optax.apply_updates(state.params, updates), after), record
 
@@ -234,7 +227,6 @@ def next_state(
 def _over_rows(
     config: DrafterConfig,
     recipe: Recipe,
-    counts: tuple[tuple[int, ...], ...],
     params: DrafterParams,
     fixed: Fixed,
     batch: RowBatch,
@@ -244,7 +236,7 @@ def _over_rows(
 
     def add_row(total: Any, row: RowBatch) -> tuple[Any, None]:
         one = jax.tree.map(lambda leaf: leaf[None], row)
-        result = gradients_of(params, config, recipe, counts, fixed, one, with_gradient)
+        result = gradients_of(params, config, recipe, fixed, one, with_gradient)
         return jax.tree.map(jnp.add, total, result), None
 
     gradient, sums = _nothing(recipe, params if with_gradient else ())
@@ -254,23 +246,19 @@ def _over_rows(
 
 
 @functools.lru_cache(maxsize=1)
-def step_program(
-    config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
-) -> Callable[..., tuple[State, Record]]:
+def step_program(config: DrafterConfig, recipe: Recipe, mesh: Mesh) -> Callable[..., tuple[State, Record]]:
     """Compile (state, steps, fixed, batch) -> (state, record): `next_state` over devices."""
-    body = functools.partial(next_state, config, recipe, counts)
+    body = functools.partial(next_state, config, recipe)
     program = jax.jit(_by_rows(body, mesh, replicated=3), donate_argnums=0)
     return cast(Callable[..., tuple[State, Record]], program)
 
 
 @functools.lru_cache(maxsize=1)
-def sums_program(
-    config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
-) -> Callable[..., Sums]:
+def sums_program(config: DrafterConfig, recipe: Recipe, mesh: Mesh) -> Callable[..., Sums]:
     """Compile (params, fixed, batch) -> the batch's sums over all devices; no update."""
 
     def body(params: DrafterParams, fixed: Fixed, batch: RowBatch) -> Sums:
-        return _over_rows(config, recipe, counts, params, fixed, batch, with_gradient=False)[0]
+        return _over_rows(config, recipe, params, fixed, batch, with_gradient=False)[0]
 
     return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=2)))
 
@@ -282,17 +270,8 @@ def _by_rows(body: Callable[..., Any], mesh: Mesh, replicated: int) -> Callable[
     return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=everywhere, check_vma=False)
 
 
-def devices_for(rows_per_step: int, num_devices: int | None = None) -> Mesh:
-    """Make a mesh of num_devices; by default of the most devices that divide the rows of a step.
-
-    Raises InputError for more devices than there are, and for a number that does not divide the rows.
-    """
+def devices_for(rows_per_step: int) -> Mesh:
+    """Make a mesh of the most devices that divide the rows of a step."""
     available = jax.devices()
-    good = [count for count in range(1, len(available) + 1) if rows_per_step % count == 0]
-    if num_devices is not None and num_devices not in good:
-        raise InputError(
-            f"the mesh is dp={num_devices}, a step has {rows_per_step} rows, and there are {len(available)} devices; "
-            f"expected dp of {', '.join(map(str, good))}, or another --rows",
-            "mesh",
-        )
-    return Mesh(np.asarray(available[: num_devices or good[-1]]), (ROWS,))
+    most = max(count for count in range(1, len(available) + 1) if rows_per_step % count == 0)
+    return Mesh(np.asarray(available[:most]), (ROWS,))

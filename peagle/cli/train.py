@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from drafter.train.config import DrafterShape, TrainConfig
 from drafter.train.folder import MOVABLE
+from drafter.train.recipe import DrafterShape, Recipe
 from peagle.base.errors import InputError
 from peagle.base.files import locked
 from peagle.base.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 from peagle.cli.command import Takes, refuse_other_options, require_extra
 from peagle.cli.flags import QUIET
-from peagle.config import LoadConfig, check_num_drafts
+from peagle.config import LoadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,11 @@ class Train:
 
     # allowed with --resume, because they change only for how long the training runs, what it shows, and where files are
     resumable: ClassVar[Sequence[str]] = (
-        *("steps", "minutes", "mesh", "save_every", "evaluate_every", "evaluate_prompts", "quiet"),
+        *("steps", "minutes", "save_every", "quiet"),
         *MOVABLE,
     )
     data: Annotated[tuple[str, ...], Flag(DATA, "DIR[:SHARE]")] = ()
     """Directory of peagle data, and its share of the rows; repeatable."""
-    mix: Annotated[str | None, Flag(DATA, "LEN:SHARE,...")] = None
-    """Shares by length of the document, up to LEN tokens: 512:5,2048:2."""
     out: Annotated[str, Flag(OUTPUT, "DIR")]
     """Output directory; the same command resumes it."""
     resume: Annotated[bool, Flag(RUNNING)] = False
@@ -62,29 +60,18 @@ class Train:
     """Minutes of training, without loading, compiling and --evaluate. With --resume, 0 writes the drafter of the last
     checkpoint."""
     shape: DrafterShape = DrafterShape()
-    mesh: Annotated[str | None, Flag(RUNNING, "dp=N")] = None
-    """Devices that share the rows of a step. Default: the most that divide --rows."""
-    rows: Annotated[int, Flag(LEARNING, "N")] = 8
-    """Rows per step, over all devices."""
-    learning: TrainConfig = TrainConfig()
+    recipe: Recipe = Recipe()
     save_every: Annotated[int, Flag(RUNNING, "STEPS")] = 100
     """Steps between checkpoints, 1 or more."""
     evaluate: Annotated[str | None, Flag(RUNNING, "FILE.jsonl")] = None
-    """Held-out prompts, to measure the acceptance length on."""
-    evaluate_every: Annotated[int, Flag(RUNNING, "STEPS")] = 200
-    """Steps between evaluations; 0: only at the end."""
-    evaluate_prompts: Annotated[int, Flag(RUNNING, "N")] = 20
-    """Evaluate with the first N prompts, 1 or more."""
+    """Held-out prompts: measure the acceptance length on the first 20, greedily and at temperature 1."""
     held_out: Annotated[float | None, Flag(DATA, "P")] = None
     """Fraction of the documents to hold out, 0 to 0.5; the step that is best on them is kept. Default: 0.1, or the
     prompts of --evaluate."""
-    num_speculative_tokens: Annotated[int, Flag(RUNNING, "K", ("-k", "--num-speculative-tokens"))] = 7
-    """Tokens drafted per step (K) in evaluations."""
     quiet: Annotated[bool, QUIET] = False
 
     def __post_init__(self) -> None:
-        check_least(self, steps=1, save_every=1, evaluate_every=0, evaluate_prompts=1)
-        check_num_drafts(self.num_speculative_tokens, plain=False)
+        check_least(self, steps=1, save_every=1)
         if self.minutes is not None and not (0 < self.minutes < math.inf or (self.resume and self.minutes == 0)):
             raise InputError(f"minutes is {self.minutes:g}; expected a number above 0", "minutes")
         if self.held_out is not None and not 0 <= self.held_out <= 0.5:

@@ -17,13 +17,15 @@ from drafter.config import DrafterConfig
 from drafter.dialects import Dialect
 from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
+from drafter.train.checkpoints import TrainingStopped
+from drafter.train.fill import fill
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, MOVABLE, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
-from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
+from drafter.train.recipe import Recipe
 from drafter.train.row_batches import RowBatches
-from drafter.train.shards import WEIGHTS
-from drafter.train.step import FrozenWeights, devices_for
-from drafter.train.trainer import Deadline, Trainer, TrainingStopped
+from drafter.train.shards import WEIGHTS, Document
+from drafter.train.step import Fixed
+from drafter.train.trainer import Trainer
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS, DraftVocab, by_frequency
 from peagle.base import interrupt
@@ -35,28 +37,33 @@ from peagle.base.strict_json import dumps
 from peagle.cli.command import changed_options, read_record, record
 from peagle.cli.display import Display, duration
 from peagle.cli.output import say
-from peagle.config import AUTO, check_block
+from peagle.config import AUTO
 from peagle.loading.checkpoints import DEMO, from_anywhere, name_for_others, or_demo, resolve
 from peagle.loading.load import default_dtype, load
 from peagle.loading.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.metrics import figure_text
-from peagle.parallel.mesh import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
-from peagle.workflows.evaluation import acceptance_on, answer_held_out, known_prompts, with_same_teacher
+from peagle.workflows.evaluation import (
+    EVALUATED_PROMPTS,
+    acceptance_on,
+    answer_held_out,
+    known_prompts,
+    with_same_teacher,
+)
 from peagle.workflows.export import card_files, with_positions, write_with_card
-from peagle.workflows.new_drafter import check_window, drafter_config, initial_params, with_blocks
+from peagle.workflows.new_drafter import check_window, drafter_config, initial_params
 from peagle.workflows.training import (
     MEASURED_FRAC,
     PLANNED_FRAC,
     begun_in,
-    check_parts,
-    even_parts,
+    evaluate_every,
     held_out_every,
     planned_steps,
-    record_recipe,
     seconds_of_held_out,
     seconds_per_step,
+    training_record,
+    write_recipe,
 )
 from peagle.workflows.training_advice import (
     coverage_in_words,
@@ -70,13 +77,11 @@ from peagle.workflows.training_advice import (
 from peagle.workflows.training_curve import draw
 from peagle.workflows.training_data import (
     TrainingData,
-    anchors,
     answer_tokens,
     check_teachers,
     check_tokens,
     data_coverage,
     kept_of_prompts,
-    parse_mix,
     self_contained,
     shares,
     training_data,
@@ -88,6 +93,7 @@ from target.teacher import Teacher
 if TYPE_CHECKING:  # it imports this module
     from peagle.cli.train import Train
 
+EVALUATED_DRAFTS = 7  # at most; K of evaluations
 DIALECT: Dialect = "vllm"  # the layout of a trained drafter; peagle export writes others
 
 
@@ -99,16 +105,29 @@ class CheckedTraining:
     directory: Path  # of the target
     target: TargetConfig
     out: Path
+    parts: list[tuple[Path, int]]  # folders of the data, and their shares of a step's rows
     data: TrainingData
-    held_out_frac: float
-    keep_prompt: int | None  # most tokens of a prompt in the data; None: all
     config: DrafterConfig
     vocab: DraftVocab | None
     digests: dict[str, dict[str, str]]  # digests of the files that may change between two resumes, for the record
-    recipe: Recipe  # with steps = 1 if --minutes decides them
-    batches: RowBatches
     begun: dict[str, Any] | None  # the record of the training to resume
-    devices: int | None  # that share the rows of a step
+    steps: int | None  # None: --minutes decides
+    typed: Recipe
+
+    def recipe(self, steps: int) -> Recipe:
+        """Return the recipe of a training of so many steps; of one that continues, the recorded one."""
+        if self.begun is not None:
+            return self.typed.over(self.begun["recipe"])
+        return fill(self.typed, self.config, self.data.sources, steps, from_trained=self.from_trained)
+
+    @property
+    def from_trained(self) -> bool:
+        return bool(self.digests["init"])
+
+    @property
+    def evaluated_drafts(self) -> int:
+        """K of evaluations."""
+        return min(EVALUATED_DRAFTS, self.typed.depth)
 
 
 def train(settings: "Train") -> int:
@@ -131,34 +150,25 @@ def train(settings: "Train") -> int:
         why = "as given" if chosen else "the default, as EAGLE-3's; choose with --aux-layer-ids"
         display.note(f"reads the outputs of the target's layers {', '.join(map(str, layers))}: {why}")
     trainer, initial = _trainer(checked, settings, prompts, display)
-    begun, out, documents = checked.begun, checked.out, checked.data.documents
+    out, documents, ids = checked.out, checked.data.documents, initial.draft_to_target
     covered = None
-    if trainer.draft_to_target is not None:
-        covered = data_coverage(documents, trainer.draft_to_target, settings.num_speculative_tokens)
-        display.note(f"proposes {coverage_in_words(documents, trainer.draft_to_target, covered)}")
-    record_recipe(
-        out,
-        begun,
-        trainer.recipe,
-        checked.config,
-        settings.data,
-        settings.rows,
-        documents,
-        checked.digests,
-        checked.held_out_frac,
-        _recorded(settings),
-        covered,
+    if ids is not None:
+        covered = data_coverage(documents, np.asarray(ids), checked.evaluated_drafts)
+        display.note(f"proposes {coverage_in_words(documents, np.asarray(ids), covered)}")
+    record = training_record(
+        trainer.recipe, trainer.steps, checked.config, checked.data, checked.parts, checked.digests
     )
+    write_recipe(out, checked.begun, record, _recorded(settings), covered)
 
     started = time.monotonic()
-    _note_start(display, checked, settings, trainer)
-    params = _run(trainer, initial, settings.minutes, display)
+    _note_start(display, checked, settings.minutes, trainer)
+    params = _run(trainer, initial, display)
     written = _write_drafter(checked, params)
     log = list(read_log(out / LOG))
     curve = draw(log, out)  # after the drafter, which is worth more
     _write_card(checked, written)
     if interrupt.pressed():
-        _note_interruption(display, checked, trainer.recipe.steps)
+        _note_interruption(display, checked, trainer.steps)
         raise KeyboardInterrupt
     display.warn(filter(None, (no_gain(log, settings.shape.init), weak_drafter(log, out, init=trainer.measure_start))))
     lines = [
@@ -230,50 +240,31 @@ def _recorded(settings: "Train") -> dict[str, Any]:
 def _check(settings: "Train") -> CheckedTraining:
     """Read and check everything except weights. Raises InputError for options, data and models that do not fit."""
     name, out = or_demo(settings.load.target), Path(settings.out)
-    devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
     directory = resolve(name, "target")
-    files = inspect_target(directory)
-    folder_shares = shares(settings.data)
-    mix = () if settings.mix is None else parse_mix(settings.mix)
-    begun = begun_in(out)
-    held_out_frac = _held_out_frac(settings, begun)
-    shape, learning = settings.shape, settings.learning
-    data = training_data(folder_shares, settings.rows, learning.width, mix, held_out_frac, learning.seed)
-    depth = learning.cod.depth
-    config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, data.documents, depth)
-    learning = with_blocks(learning, config)
-    if settings.evaluate is not None:
-        check_block(settings.num_speculative_tokens, config.block_drafts)
-    if vocab is not None:  # raises InputError if no answer of the data has a token of the vocabulary
-        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)
-    check_tokens(data.documents, config, shape)
+    files, parts, begun = inspect_target(directory), shares(settings.data), begun_in(out)
+    shape, recipe = settings.shape, settings.recipe
+    data = training_data(parts, recipe, _held_out_frac(settings, begun))
+    documents, depth = data.documents, recipe.depth
+    config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, documents, depth)
+    check_tokens(documents, config, shape.init)
+    check_window(config, files.config, depth, by_option=shape.drafter_window != AUTO)
     digests = {"target": {WEIGHTS: fingerprint(directory)}, "init": {}, "draft_vocab": {}}
     if shape.init is not None:
         digests["init"] = {WEIGHTS: fingerprint(resolve(shape.init, "drafter"))}
     if vocab is not None:
         digests["draft_vocab"] = {"sha256": hashlib.sha256(dumps(vocab.token_ids).encode()).hexdigest()}
-    folders = [folder for folder, _ in folder_shares]
-    check_teachers(folders, config, digests["target"][WEIGHTS], depth)
-    check_window(config, files.config, depth, by_option=shape.drafter_window != AUTO)
-    parts = even_parts(config, learning.width) if learning.parts is None else learning.parts
-    steps = begun["recipe"]["steps"] if settings.steps is None and begun is not None else settings.steps
+    check_teachers([folder for folder, _ in parts], config, digests["target"][WEIGHTS], depth)
+    steps = begun.get("steps") if settings.steps is None and begun is not None else settings.steps
     if steps is None and settings.minutes is None:
         raise InputError("a new training needs --steps or --minutes")
-    recipe = decided(learning, steps or 1, parts, _update(steps or 1, config, settings, begun))
-    check_parts(config, recipe)
-    if not 1 <= shape.mask_hiddens <= (most := max(1, depth - 1)):
-        raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{most}")
-    if recipe.blocks is not None:
-        counts = recipe.partition.block_counts(recipe.cod.depth, recipe.blocks)
-    else:
-        counts = recipe.partition.counts(recipe.cod, *anchors(data.sources, recipe.partition))
-    batches = RowBatches(data.sources, recipe, counts)
-    devices_for(settings.rows, devices)  # raises InputError if they cannot share the rows
-    return CheckedTraining(
-        name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,
-        keep_prompt=kept_of_prompts(folders), config=config, vocab=vocab, digests=digests, recipe=recipe,
-        batches=batches, begun=begun, devices=devices,
+    checked = CheckedTraining(
+        name=name, directory=directory, target=files.config, out=out, parts=parts, data=data, config=config,
+        vocab=vocab, digests=digests, begun=begun, steps=steps, typed=recipe,
     )  # fmt: skip
+    checked.recipe(steps or 1)  # raises InputError for options that do not fit the drafter
+    if vocab is not None:  # raises InputError if no answer of the data has a token of the vocabulary
+        data_coverage(documents, np.array(vocab.token_ids), checked.evaluated_drafts)
+    return checked
 
 
 def _held_out_frac(settings: "Train", begun: Mapping[str, Any] | None) -> float:
@@ -290,59 +281,69 @@ def _trainer(
     checked: CheckedTraining, settings: "Train", prompts: PromptSet | None, display: Display
 ) -> tuple[Trainer, DrafterParams]:
     """Load the target; return (trainer, initial parameters). Without --steps, measure how many fit into --minutes."""
-    name, config, documents = checked.name, checked.config, checked.data.documents
-    with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
-        loaded = load_target(
-            checked.directory, dtype=jnp.dtype(default_dtype(checked.directory, "xla")), progress=progress
-        )
-    initial = initial_params(settings.shape.init, settings.learning.seed, config, loaded, checked.vocab)
-    ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
+    config, documents, init = checked.config, checked.data.documents, settings.shape.init
+    with display.stage(f"loading {'the demo target' if checked.name == DEMO else checked.name}") as progress:
+        dtype = jnp.dtype(default_dtype(checked.directory, "xla"))
+        loaded = load_target(checked.directory, dtype=dtype, progress=progress)
+    initial = initial_params(init, settings.recipe.seed, config, loaded, checked.vocab)
     teacher = Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
-    held_out = checked.data.held_out
-    evaluate: Callable[[DrafterParams], Mapping[str, Any]] | None = None
+    held_out, evaluate = checked.data.held_out, None
     if prompts is not None:
-        with display.stage("loading the target to evaluate"):
-            plain = load(name, None)
-        k = settings.num_speculative_tokens
-        progress_of = functools.partial(display.begin_run, "measuring the acceptance length", unit="output")
-        evaluate = acceptance_on(plain, config, prompts, settings.evaluate_prompts, k, progress_of)
-        if settings.held_out is None and not checked.held_out_frac:
-            with display.stage("answering the held-out prompts"):
-                held_out = answer_held_out(plain, prompts, settings.evaluate_prompts, settings.learning.width)
-            held_out = with_same_teacher(held_out, documents, teacher, checked.keep_prompt)
-            if warning := known_prompts(held_out, documents):
-                say("warning", warning)
-    trainer = Trainer(
-        checked.out,
-        config,
-        checked.recipe,
-        checked.batches,
-        None if self_contained(documents) else teacher,
-        ids,
-        FrozenWeights.of(initial, config),
-        held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
-        held_out_every=held_out_every(checked.recipe.steps),
-        measure_start=settings.shape.init is not None,
-        evaluate=evaluate,
-        evaluate_every=settings.evaluate_every,
-        save_every=settings.save_every,
-        should_stop=interrupt.pressed,
-        deadline=Deadline(settings.minutes),
-        devices=checked.devices,
-    )
-    done = steps_done(checked.out)
-    complete = checked.begun is None or (settings.resume and done == trainer.recipe.steps)
+        evaluate, answered = _evaluation(checked, prompts, settings.held_out is None, teacher, display)
+        held_out = held_out or answered
+
+    def trainer_of(steps: int) -> Trainer:
+        batches = RowBatches(checked.data.sources, checked.recipe(steps))
+        return Trainer(
+            checked.out,
+            config,
+            batches,
+            Fixed.of(initial, config, None if self_contained(documents) else teacher),
+            steps,
+            settings.minutes,
+            HeldOut.of(held_out, batches) if held_out else None,
+            held_out_every(steps),
+            measure_start=init is not None,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every(steps),
+            save_every=settings.save_every,
+            should_stop=interrupt.pressed,
+        )
+
+    trainer, done = trainer_of(checked.steps or 1), steps_done(checked.out)
+    complete = checked.begun is None or (settings.resume and done == trainer.steps)
     if settings.minutes and settings.steps is None and complete:
-        steps = done + _plan_steps(settings.minutes, trainer, initial, display)
-        update = _update(steps, config, settings, checked.begun)
-        recipe = dataclasses.replace(checked.recipe, steps=steps, **dataclasses.asdict(update))
-        trainer = dataclasses.replace(trainer, recipe=recipe, held_out_every=held_out_every(steps))
+        trainer = trainer_of(done + _plan_steps(settings.minutes, trainer, initial, display))
     return trainer, initial
 
 
-def _run(trainer: Trainer, initial: DrafterParams, minutes: float | None, display: Display) -> DrafterParams:
+def _evaluation(
+    checked: CheckedTraining, prompts: PromptSet, holds_out: bool, teacher: Teacher, display: Display
+) -> tuple[Callable[[DrafterParams], Mapping[str, Any]], list[Document]]:
+    """Load the target to evaluate. Return (what measures a drafter on prompts, the target's answers to hold out).
+
+    holds_out: whether answers are held out if no documents are.
+    """
+    with display.stage("loading the target to evaluate"):
+        pair = load(checked.name, None)
+    prompts = dataclasses.replace(prompts, conversations=prompts.conversations[:EVALUATED_PROMPTS])
+    progress = functools.partial(display.begin_run, "measuring the acceptance length", unit="output")
+    evaluate = acceptance_on(pair, checked.config, prompts, checked.evaluated_drafts, progress)
+    if not holds_out or checked.data.held_out_frac:
+        return evaluate, []
+    documents = checked.data.documents
+    with display.stage("answering the held-out prompts"):
+        held_out = answer_held_out(pair, prompts, checked.typed.width)
+    keep_prompt = kept_of_prompts([folder for folder, _ in checked.parts])
+    held_out = with_same_teacher(held_out, documents, teacher, keep_prompt)
+    if warning := known_prompts(held_out, documents):
+        say("warning", warning)
+    return evaluate, held_out
+
+
+def _run(trainer: Trainer, initial: DrafterParams, display: Display) -> DrafterParams:
     """Train, with progress. Raises InputError if the training cannot go on, and KeyboardInterrupt after Ctrl-C."""
-    steps, out = trainer.recipe.steps, trainer.out
+    steps, out, minutes = trainer.steps, trainer.out, trainer.minutes
     with display.on_interrupt(lambda: kept_steps(out, steps)), display.stage("training", animated=False, unit="steps"):
 
         def progress(step: int, left_s: float | None) -> None:
@@ -409,9 +410,9 @@ def _write_card(checked: CheckedTraining, written: DrafterConfig) -> None:
         write_bytes_whole(checked.out / DRAFTER / name, content)
 
 
-def _note_start(display: Display, checked: CheckedTraining, settings: "Train", trainer: Trainer) -> None:
+def _note_start(display: Display, checked: CheckedTraining, minutes: float | None, trainer: Trainer) -> None:
     """Note the held-out documents, the recipe of a new training, and the first and last step."""
-    done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
+    done, steps, begun = steps_done(trainer.out), trainer.steps, checked.begun
     if trainer.held_out is not None:
         num_held_out, num_documents = len(checked.data.held_out), len(checked.data.documents)
         which = f"{num_held_out} of the {num_documents:,} documents" if num_held_out else "the answers to --evaluate"
@@ -419,29 +420,20 @@ def _note_start(display: Display, checked: CheckedTraining, settings: "Train", t
             which += f", of which {repeated:,} repeat a prompt (all answers to a prompt are held out, or none)"
         display.note(f"held out: {which}; the step that is best on them is kept (--held-out 0: the last one)")
     if begun is None:
-        typed = typed_update(settings.learning)
-        display.note(f"recipe: {recipe_in_words(trainer.recipe, typed, init=settings.shape.init is not None)}")
-    elif begun["recipe"]["steps"] != steps:
+        words = recipe_in_words(trainer.recipe, checked.typed, steps, init=checked.from_trained)
+        display.note(f"recipe: {words}")
+    elif begun["steps"] != steps:
         display.note(
-            f"resumes at step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate now "
-            f"follows a training of {steps} steps"
+            f"resumes at step {done} with {steps} steps instead of {begun['steps']}: the learning rate now follows a "
+            f"training of {steps} steps"
         )
-    if settings.minutes == 0:
+    if minutes == 0:
         display.note(f"no step is trained with --minutes 0; {trainer.out} has {done} of {steps}")
     elif done < steps:
         epochs = epochs_in_words([source.epochs(steps) for source in trainer.batches.sources])
         display.note(f"training steps {done + 1} to {steps}, {epochs} in all")
     else:
         display.note(f"{trainer.out} is complete ({steps} steps); give a larger --steps to continue")
-
-
-def _update(steps: int, config: DrafterConfig, settings: "Train", begun: Mapping[str, Any] | None) -> Update:
-    """Choose the update of a new training, or return the recorded one; the user's fields replace those of both."""
-    typed = typed_update(settings.learning)
-    if begun is not None:
-        fields = [field.name for field in dataclasses.fields(Update)]
-        return dataclasses.replace(Update(**{name: begun["recipe"][name] for name in fields}), **typed)
-    return chosen_update(steps, config.hidden_size, from_trained=settings.shape.init is not None, typed=typed)
 
 
 def _plan_steps(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:

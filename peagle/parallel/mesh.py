@@ -69,29 +69,22 @@ class MeshShape:
 
 def parse_mesh(text: str) -> MeshShape:
     """Read a mesh such as "tp=2" or "dp=2,tp=2,ep=4". Raises InputError for anything else."""
-    names = ("tp", "ep", "dp")
-    return MeshShape(**_sizes(text, names, "tp=N, ep=N or dp=N, or several as dp=N,tp=N, of 1 or more devices"))
+    sizes: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, size = item.strip().partition("=")
+        if name not in ("tp", "ep", "dp") or name in sizes or not re.fullmatch("0*[1-9][0-9]{0,5}", size, re.ASCII):
+            raise InputError(
+                f"the mesh is {text!r}; expected tp=N, ep=N or dp=N, or several as dp=N,tp=N, of 1 or more devices",
+                "mesh",
+            )
+        sizes[name] = int(size)
+    return MeshShape(**sizes)
 
 
 def refuse_replicas(mesh: str | None, why: str) -> None:
     """Raise InputError for a mesh with dp. why: the reason, within the message."""
     if mesh is not None and parse_mesh(mesh).dp > 1:
         raise InputError(f"the mesh is {mesh!r}, but {why}; leave dp out", "mesh")
-
-
-def parse_data_mesh(text: str) -> int:
-    """Read the mesh of a training, "dp=N": N devices share the rows. Raises InputError for anything else."""
-    return _sizes(text, ("dp",), "dp=N, of 1 or more devices, which share the rows of a step")["dp"]
-
-
-def _sizes(text: str, names: Sequence[str], expected: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for item in text.split(","):
-        name, _, size = item.strip().partition("=")
-        if name not in names or name in sizes or re.fullmatch("0*[1-9][0-9]{0,5}", size, re.ASCII) is None:
-            raise InputError(f"the mesh is {text!r}; expected {expected}", "mesh")
-        sizes[name] = int(size)
-    return sizes
 
 
 def make_meshes(shape: MeshShape) -> list[Mesh]:

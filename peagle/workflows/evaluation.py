@@ -24,7 +24,7 @@ from peagle.workflows.training_data import self_contained
 from target.model import GptOss
 from target.teacher import Teacher
 
-EVALUATION_TOKENS = 256
+EVALUATION_TOKENS, EVALUATED_PROMPTS = 256, 20
 SLOTS = 8  # held-out prompts that are answered at once
 
 
@@ -32,7 +32,6 @@ def acceptance_on(
     pair: Pair,
     config: DrafterConfig,
     prompts: PromptSet,
-    num_prompts: int,
     num_drafts: int,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Callable[[DrafterParams], dict[str, Any]]:
@@ -43,7 +42,7 @@ def acceptance_on(
     """
     assert isinstance(pair.plain_target, GptOss)
     target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
-    conversations = prompts.conversations[:num_prompts]
+    conversations = prompts.conversations
     requests = [
         pair.request(conversation, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, sampling=sampling, index=index)
         for sampling in (SamplingParams(), SamplingParams(1.0))
@@ -84,15 +83,14 @@ def acceptance_on(
     return measure
 
 
-def answer_held_out(pair: Pair, prompts: PromptSet, num_prompts: int, width: int) -> list[Document]:
+def answer_held_out(pair: Pair, prompts: PromptSet, width: int) -> list[Document]:
     """Let the target answer held-out prompts greedily, for the drafter's loss on them.
 
     Raises InputError if no prompt leaves room for an answer in a row of `width` tokens.
     """
     skipped: list[str] = []
     options = AnswerOptions(Rendering(), SamplingParams(), EVALUATION_TOKENS, min(width, pair.max_positions), SLOTS)
-    conversations = prompts.conversations[:num_prompts]
-    answers = answer(pair, conversations, options, 0, lambda reason, _: skipped.append(reason), lambda: None)
+    answers = answer(pair, prompts.conversations, options, 0, lambda reason, _: skipped.append(reason), lambda: None)
     documents = in_order(list(answers))
     if not any(document.trained.any() for document in documents):
         raise InputError(

@@ -239,13 +239,13 @@ def _training(run: Path) -> str:
     record = json.loads((run / RECIPE).read_text(encoding="utf-8"))
     recipe, log = record["recipe"], list(read_log(run / LOG))
     done = max((line["step"] for line in log), default=0)
-    of = "" if done == recipe["steps"] else f" of {recipe['steps']}"
+    of = "" if done == record["steps"] else f" of {record['steps']}"
     lines = [
         "",
         "## Training",
         "",
-        f"{done}{of} steps of {record['rows_per_step']} rows of {recipe['width']} tokens, "
-        f"{recipe['optimizer']}, loss {recipe['loss']}, K_train {recipe['cod']['depth']}, r {recipe['cod']['ratio']}, "
+        f"{done}{of} steps of {recipe['rows']} rows of {recipe['width']} tokens, "
+        f"{recipe['optimizer']}, loss {recipe['loss']}, K_train {recipe['depth']}, r {recipe['ratio']}, "
         f"from {record['data']['documents']:,} documents of {record['data']['tokens']:,} tokens. All of it: "
         "recipe.json of the training.",
         "",

@@ -14,7 +14,7 @@ from drafter.config import DrafterConfig, Kind
 from drafter.dialects import default_dflash_layers, open_drafter
 from drafter.load import inspect_drafter, load_drafter, shared_tensors
 from drafter.params import DrafterParams, init_params
-from drafter.train.config import DrafterShape, KindName, TrainConfig
+from drafter.train.recipe import DrafterShape, KindName
 from drafter.train.shards import Document
 from drafter.vocabulary import DraftVocab, by_frequency, check_count, choose, first_of
 from peagle.base.errors import InputError, InputWarning
@@ -32,9 +32,6 @@ from target.params import TargetParams
 
 KINDS: dict[KindName, Kind] = {"p-eagle": "P-EAGLE", "eagle-3": "EAGLE-3", "dflash": "DFlash"}
 LAYERS: dict[Kind, int] = {"P-EAGLE": 4, "EAGLE-3": 1, "DFlash": 5}  # as in the papers
-BLOCKS_FRAC = 1 / 6  # blocks of a row per token, for DFlash; in its paper 512 blocks in 3072 tokens
-DRAFT_DECAY = ((7, 4.0), (9, 5.0))  # (most drafts, decay) of blocks of 8 and of 10, in its paper
-LATEST_DECAY = 7.0  # of blocks of 16
 
 
 def drafter_config(
@@ -58,9 +55,7 @@ def drafter_config(
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
         return _with_window(config, shape), None
-    mask_token = shape.mask_token
-    if mask_token is None and kind != "EAGLE-3":
-        mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
+    mask_token = None if kind == "EAGLE-3" else _free_token(documents, target.vocab_size, stop_token_ids)
     config = _new_config(shape, kind or "P-EAGLE", target, mask_token, depth)
     if vocab is not None:
         config = dataclasses.replace(config, draft_vocab_size=len(vocab.token_ids))
@@ -83,11 +78,7 @@ def _config_of_init(
     options = {
         "--layers": (shape.layers, config.num_layers),
         "--hidden-size": (shape.hidden_size, config.hidden_size),
-        "--heads": (shape.heads, config.num_heads),
-        "--kv-heads": (shape.kv_heads, config.num_kv_heads),
-        "--head-dim": (shape.head_dim, config.head_dim),
         "--mlp-width": (shape.mlp_width, config.mlp_width),
-        "--mask-token": (shape.mask_token, config.mask_token_id),
         "--mask-hiddens": (shape.mask_hiddens if shape.mask_hiddens > 1 else None, config.num_mask_hiddens),
     }
     for option, (typed, has) in options.items():
@@ -106,23 +97,24 @@ def _new_config(
         _check_dflash(shape, target)
         aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
     aux_layer_ids = chosen_aux_layers(aux_layer_ids, target.num_layers)
-    if kind == "EAGLE-3" and (shape.mask_token is not None or shape.mask_hiddens > 1):
-        raise InputError("an EAGLE-3 drafter has no mask slots; leave out --mask-token and --mask-hiddens")
+    most = max(1, depth - 1) if kind == "P-EAGLE" else 1
+    if shape.mask_hiddens > most:
+        message = f"mask_hiddens is {shape.mask_hiddens}; expected 1 to {most}, as many as a {kind} drafter has"
+        raise InputError(message, "mask_hiddens")
     hidden = shape.hidden_size or target.hidden_size
-    head_dim = shape.head_dim or target.head_dim
     config = DrafterConfig(
         hidden_size=hidden,
         num_layers=num_layers,
-        num_heads=shape.heads or target.num_heads,
-        num_kv_heads=shape.kv_heads or target.num_kv_heads,
-        head_dim=head_dim,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
         mlp_width=shape.mlp_width or 2 * hidden,
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         mask_token_id=mask_token,
         num_mask_hiddens=shape.mask_hiddens,
-        rope=RopeConfig(head_dim, 10000.0),
+        rope=RopeConfig(target.head_dim, 10000.0),
         num_aux_layers=len(aux_layer_ids),
         aux_layer_ids=aux_layer_ids,
         rms_norm_eps=target.rms_norm_eps,
@@ -140,8 +132,6 @@ def _check_dflash(shape: DrafterShape, target: TargetConfig) -> None:
             "has its embedding and head",
             "hidden_size",
         )
-    if shape.mask_hiddens > 1:
-        raise InputError("a DFlash drafter has no mask hiddens; leave out --mask-hiddens", "mask_hiddens")
     if shape.draft_vocab is not None:
         raise InputError(
             "a DFlash drafter has its target's head, and drafts all tokens; leave out --draft-vocab, and narrow it "
@@ -196,32 +186,6 @@ def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_
             f"{name} is {window}, the target has {target.max_positions} positions, so it would hide nothing; expected "
             "fewer, or off"
         )
-
-
-def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
-    """Set the defaults of a DFlash drafter's blocks.
-
-    Raises InputError for options of blocks with another kind of drafter, and for a depth that is not the blocks'.
-    """
-    if config.block_drafts is None:
-        for name, value in (("blocks", learning.blocks), ("draft_decay", learning.draft_decay)):
-            if value is not None:
-                raise InputError(f"{name} is given, and a {config.kind} drafter has none; leave it out", name)
-        return learning
-    if learning.cod.depth != config.block_drafts:
-        raise InputError(
-            f"depth is {learning.cod.depth}, and a block of the drafter has {config.block_drafts} drafts; expected the "
-            "same",
-            "depth",
-        )
-    if config.block_drafts < 2:
-        raise InputError("depth is 1; expected 2 or more, the drafts of a DFlash drafter's block", "depth")
-    decay = next((decay for most, decay in DRAFT_DECAY if config.block_drafts <= most), LATEST_DECAY)
-    return dataclasses.replace(
-        learning,
-        blocks=learning.blocks or max(1, round(BLOCKS_FRAC * learning.width)),
-        draft_decay=learning.draft_decay or decay,
-    )
 
 
 def initial_params(

@@ -15,7 +15,7 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, MOVABLE, steps_done
 from drafter.train.recipe import Recipe
-from drafter.train.shards import NAME, Document, read_manifest, total_tokens
+from drafter.train.shards import NAME, read_manifest, total_tokens
 from drafter.train.trainer import Trainer
 from drafter.trained import COVERAGE, RECIPE, read_record
 from drafter.vocabulary import Coverage
@@ -25,42 +25,18 @@ from peagle.base.files import holds_files, write_text_whole
 from peagle.base.records import describe_difference, flat
 from peagle.base.strict_json import dumps
 from peagle.measure.provenance import provenance
-from peagle.workflows.training_data import shares
+from peagle.workflows.training_data import TrainingData
 
-SHORT_ROW = 512  # parts of a row are not shorter than this many tokens
 MEASURED_STEPS, LEAST_MEASURED = 12, 3  # steps to plan --minutes; the first compiles
 MEASURED_FRAC = 0.05  # of --minutes, to measure slow steps
 LEAST_BETWEEN, MEASURED_TIMES = 10, 20  # losses on held-out documents: the fewest steps between two, the most of them
+LEAST_BETWEEN_EVALUATIONS, EVALUATION_TIMES = 200, 10  # the same of evaluations
 PLANNED_FRAC = 0.9  # of --minutes, so that a machine that slows down still ends the schedule
 OPTIONS = {  # by value in recipe.json, if the option has another name
-    "rows_per_step": "--rows",
-    "data.mix": "--mix",
     "data.held_out": "--held-out",
-    "recipe.warmup_frac": "--warmup",
-    "recipe.decay_frac": "--decay",
-    "recipe.clip_norm": "--clip",
-    "recipe.train_embedding": "--freeze-embedding",
     "recipe.compute_dtype": "--dtype",
     "drafter.windows": "--drafter-window",
 }
-MAY_DIFFER = "recipe.steps"  # the value in recipe.json that may differ when a training continues
-
-
-def even_parts(config: DrafterConfig, width: int) -> int:
-    """Choose the equal parts of a row, so that each takes the memory of a short row. 1 if a layer has no window."""
-    if config.receptive_field is None:
-        return 1
-    parts = max(1, width // max(SHORT_ROW, config.receptive_field))
-    return max(count for count in range(1, parts + 1) if width % count == 0)
-
-
-def check_parts(config: DrafterConfig, recipe: Recipe) -> None:
-    """Raise InputError for parts of unequal length, if the drafter has a window."""
-    if config.receptive_field is not None and recipe.width % recipe.parts:
-        raise InputError(
-            f"--parts is {recipe.parts}, and does not divide the {recipe.width} tokens of --width; expected parts of "
-            "equal length, since the drafter has a window"
-        )
 
 
 def begun_in(out: Path) -> dict[str, Any] | None:
@@ -73,60 +49,65 @@ def begun_in(out: Path) -> dict[str, Any] | None:
     return None
 
 
-def record_recipe(
+def training_record(
+    recipe: Recipe,
+    steps: int,
+    config: DrafterConfig,
+    data: TrainingData,
+    parts: Sequence[tuple[Path, int]],
+    digests: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
+    """Return what a training depends on, as JSON.
+
+    parts: the folders of the data and their shares; their paths are not in it, because files may move. digests: of the
+    other files that it reads.
+    """
+    manifests = [{name: value for name, value in read_manifest(folder).items() if name != NAME} for folder, _ in parts]
+    documents, held_out = data.documents, data.held_out_frac
+    record = {
+        "schema": 1,
+        "steps": steps,
+        "recipe": dataclasses.asdict(recipe),
+        "drafter": dataclasses.asdict(config),
+        **digests,
+        "data": {"manifests": manifests, "shares": [share for _, share in parts], "held_out": held_out}
+        | {"documents": len(documents), "tokens": total_tokens(documents)[0]},
+    }
+    loaded: dict[str, Any] = json.loads(dumps(record))
+    return loaded
+
+
+def write_recipe(
     out: Path,
     begun: Mapping[str, Any] | None,
-    recipe: Recipe,
-    config: DrafterConfig,
-    data: Sequence[str],
-    rows: int,
-    documents: Sequence[Document],
-    digests: Mapping[str, Mapping[str, str]],
-    held_out_frac: float,
+    record: Mapping[str, Any],
     command: Mapping[str, Any],
     covered: Coverage | None,
 ) -> None:
     """Write recipe.json. In a training that continues, check that it is the same, and add more steps to `continued`.
 
-    begun: the recipe.json of that training. digests: of the files that it reads; their paths are not compared,
-    because files may move. command: the options for --resume. covered: the data's coverage by a narrowed vocabulary.
-    Raises InputError that names all differences.
+    begun: the recipe.json of that training. command: the options for --resume. covered: the data's coverage by a
+    narrowed vocabulary. Raises InputError that names all differences.
     """
-    manifests = [
-        {name: value for name, value in read_manifest(folder).items() if name != NAME} for folder, _ in shares(data)
-    ]
-    record = {
-        "schema": 1,
-        "recipe": dataclasses.asdict(recipe),
-        "drafter": dataclasses.asdict(config),
-        **digests,
-        "data": {"manifests": manifests, "shares": [share for _, share in shares(data)], "mix": command["mix"]}
-        | {"documents": len(documents), "tokens": total_tokens(documents)[0], "held_out": held_out_frac},
-        "rows_per_step": rows,
-    }
-    record = json.loads(dumps(record))
     if begun is None:
         out.mkdir(parents=True, exist_ok=True)
         known = {} if covered is None else {COVERAGE: dataclasses.asdict(covered)}
-        _write_record(out, {**record, COMMAND: dict(command), **known, "provenance": provenance()})
+        _write(out, {**record, COMMAND: dict(command), **known, "provenance": provenance()})
         return
     if missing := [part for part in (*record, COMMAND) if part not in begun]:
         raise InputError(f"{out / RECIPE} has no {missing[0]}; expected what peagle train writes: take another --out")
-    then, now = (
-        {key: value for key, value in flat({part: values[part] for part in record}).items() if key != MAY_DIFFER}
-        for values in (begun, record)
-    )
+    then, now = (flat({part: values[part] for part in record if part != "steps"}) for values in (begun, record))
     if difference := describe_difference(then, now, _option):
         raise InputError(f"{out} was begun with {difference}; expected the same: take another --out")
-    steps = begun["recipe"]["steps"]
-    if recipe.steps < steps:
-        raise InputError(f"{out} was begun with {steps} steps, now it is {recipe.steps}; expected as many or more")
+    steps = begun["steps"]
+    if record["steps"] < steps:
+        raise InputError(f"{out} was begun with {steps} steps, now it is {record['steps']}; expected as many or more")
     updated = {**begun, COMMAND: {**begun[COMMAND], **{name: command[name] for name in MOVABLE}}}
-    if recipe.steps > steps:
+    if record["steps"] > steps:
         continued = [*begun.get("continued", ()), {"at": steps_done(out), "steps_before": steps}]
-        updated |= {"recipe": record["recipe"], "continued": continued}
+        updated |= {"steps": record["steps"], "continued": continued}
     if updated != begun:
-        _write_record(out, updated)
+        _write(out, updated)
 
 
 def _option(key: str) -> str:
@@ -136,18 +117,21 @@ def _option(key: str) -> str:
     kind, _, name = key.partition(".")
     if kind == "drafter":
         return f"the drafter's {name.replace('_', ' ')}"
-    if kind in ("data", "target", "init", "draft_vocab"):
-        return "--" + kind.replace("_", "-")
-    return "--" + key.rpartition(".")[2].replace("_", "-")
+    return "--" + (name if kind == "recipe" else kind).replace("_", "-")
 
 
-def _write_record(out: Path, record: Mapping[str, Any]) -> None:
+def _write(out: Path, record: Mapping[str, Any]) -> None:
     write_text_whole(out / RECIPE, dumps(record, indent=1) + "\n")
 
 
 def held_out_every(steps: int) -> int:
     """Return the steps between two losses on held-out documents."""
     return max(LEAST_BETWEEN, -(-steps // MEASURED_TIMES))
+
+
+def evaluate_every(steps: int) -> int:
+    """Return the steps between two evaluations of the acceptance length."""
+    return max(LEAST_BETWEEN_EVALUATIONS, -(-steps // EVALUATION_TIMES))
 
 
 def planned_steps(minutes: float, step_s: float, held_out_s: float = 0.0) -> int:

@@ -1,14 +1,14 @@
 """Messages about a training: its recipe, memorised data, a weak drafter and what to try next."""
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from drafter.train.fill import SHORT_STEPS
 from drafter.train.folder import EVALUATION, HELD_OUT, best_held_out
-from drafter.train.recipe import SHORT_STEPS, Recipe, Update
+from drafter.train.recipe import Recipe
 from drafter.train.shards import Document
 from drafter.trained import DRAFTER
 from drafter.vocabulary import Coverage
@@ -20,18 +20,17 @@ WEAK_ACCEPTANCE = 2
 FEW_EPOCHS = 2  # a training of fewer lacks steps rather than prompts
 
 
-def recipe_in_words(recipe: Recipe, typed: Collection[str], *, init: bool) -> str:
-    """Describe the update rule and the reason for it."""
-    update = Update(**{field.name: getattr(recipe, field.name) for field in dataclasses.fields(Update)})
-    if {"optimizer", "learning_rate", "other_rate"} & set(typed):
+def recipe_in_words(recipe: Recipe, typed: Recipe, steps: int, *, init: bool) -> str:
+    """Describe the optimizer's rates and the reason for them. typed: the recipe before it was filled."""
+    if typed.optimizer or typed.learning_rate:
         why = "as given"
     elif init:
         why = "low, to keep what --init knows; --optimizer muon learns faster"
-    elif recipe.steps < SHORT_STEPS:
+    elif steps < SHORT_STEPS:
         why = f"for a short training, of fewer than {SHORT_STEPS:,} steps"
     else:
         why = f"the paper's, for {SHORT_STEPS:,} steps and more"
-    return f"{update.describe()}: {why}"
+    return f"{recipe.describe()}: {why}"
 
 
 def epochs_in_words(epochs: Sequence[float]) -> str:

@@ -8,16 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.train.cod import Partition
-from drafter.train.config import DrafterShape
 from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
+from drafter.train.recipe import Recipe
 from drafter.train.row_batches import DocumentSource, pack
 from drafter.train.shards import ALONE, KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
 from drafter.vocabulary import Coverage, coverage
 from peagle.base.errors import InputError, InputWarning
-
-ROOM_QUANTILE = 0.75  # the share of rows whose trained tokens all have room in the program's shapes
-EDGE = 2  # a chain begins up to this many tokens before the first token that it predicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,27 +23,19 @@ class TrainingData:
     sources: tuple[DocumentSource, ...]  # rows of the documents that are not held out
     documents: list[Document]  # all
     held_out: list[Document]
+    held_out_frac: float  # as asked for
     num_repeated: int  # documents with the prompt of one before them
 
 
-def training_data(
-    parts: Sequence[tuple[Path, int]],
-    rows: int,
-    width: int,
-    mix: Sequence[tuple[int, int]],
-    held_out_frac: float,
-    seed: int,
-) -> TrainingData:
-    """Read folders, and pack their documents into rows of `width` tokens.
+def training_data(parts: Sequence[tuple[Path, int]], recipe: Recipe, held_out_frac: float) -> TrainingData:
+    """Read folders, and pack their documents into rows.
 
-    parts: (folder, share of a step's rows). mix: instead, (most tokens of a document, share). held_out_frac: the most
-    of each part's conversations to hold out; fewer if an evaluation lacks room. Raises InputError for shares that do
-    not divide the rows, a folder without a token to train on, and rows longer than all the data.
+    parts: (folder, share of a step's rows). held_out_frac: the most of each part's conversations to hold out; fewer if
+    an evaluation lacks room. Raises InputError for shares that do not divide the rows, a folder without a token to
+    train on, and rows longer than all the data.
     """
-    total = sum(share for _, share in parts)
-    if mix and total > len(parts):
-        raise InputError("--mix gives shares by length, and --data by folder; expected one of the two")
-    if not mix and (rows < 1 or any(rows * share % total for _, share in parts)):
+    total, rows, width = sum(share for _, share in parts), recipe.rows, recipe.width
+    if any(rows * share % total for _, share in parts):
         raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --data")
     folders = _numbered_apart([read_shards(path) for path, _ in parts])
     for (path, _), own in zip(parts, folders, strict=True):
@@ -60,12 +48,9 @@ def training_data(
             f"a row has {width} tokens (--width), and all of the data {num_tokens}: give --width {num_tokens} or less, "
             "or make more data"
         )
-    if mix:
-        groups = mixed(documents, mix, rows, width)
-    else:
-        groups = [(own, rows * share // total) for own, (_, share) in zip(folders, parts, strict=True)]
+    groups = [(own, rows * share // total) for own, (_, share) in zip(folders, parts, strict=True)]
     room = FILLED_FRAC * width * rows_of_evaluation(rows) / rows
-    split = keep_back([(own, int(room * count)) for own, count in groups], held_out_frac, seed)
+    split = keep_back([(own, int(room * count)) for own, count in groups], held_out_frac, recipe.seed)
     sources = tuple(
         DocumentSource(pack(trained, width), count) for (trained, _), (_, count) in zip(split, groups, strict=True)
     )
@@ -73,7 +58,7 @@ def training_data(
     if not held_out and int(held_out_frac * len(documents)):
         _warn_of_none_held_out(len(documents))
     num_repeated = len(documents) - len({document.prompt.tobytes() for document in documents})
-    return TrainingData(sources, documents, held_out, num_repeated)
+    return TrainingData(sources, documents, held_out, held_out_frac, num_repeated)
 
 
 def _warn_of_none_held_out(num_documents: int) -> None:
@@ -100,47 +85,6 @@ def _numbered_apart(folders: Sequence[Sequence[Document]]) -> list[list[Document
     return numbered
 
 
-def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:
-    """Parse LEN:SHARE,... to (most tokens of a document, share). Raises InputError."""
-    try:
-        mix = tuple((int(most), int(share)) for most, share in (part.split(":") for part in typed.split(",")))
-    except ValueError:
-        mix = ()
-    lengths = [most for most, _ in mix]
-    if not mix or lengths != sorted(set(lengths)) or min(lengths) < 1 or min(share for _, share in mix) < 1:
-        raise InputError(f"--mix is {typed!r}; expected ascending lengths with whole shares, as 512:5,2048:2,4096:1")
-    return mix
-
-
-def mixed(
-    documents: Sequence[Document], mix: Sequence[tuple[int, int]], rows: int, width: int
-) -> list[tuple[list[Document], int]]:
-    """Split documents by length; return (documents, rows of a step) of each part.
-
-    Raises InputError for shares that do not divide the rows, a length without a document or beyond a row's, and a
-    document longer than all lengths.
-    """
-    total = sum(share for _, share in mix)
-    if rows < 1 or any(rows * share % total for _, share in mix):
-        raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --mix")
-    longest = max(len(document.token_ids) for document in documents)
-    if mix[-1][0] > width:
-        raise InputError(f"--mix names documents of {mix[-1][0]} tokens; expected at most --width, {width}")
-    if longest > mix[-1][0]:
-        raise InputError(f"--mix ends at {mix[-1][0]} tokens, and the longest document has {longest}; add that length")
-    groups, least = [], 0
-    for most, share in mix:
-        group = [document for document in documents if least < len(document.token_ids) <= most]
-        if not any(document.trained.any() for document in group):
-            raise InputError(
-                f"--mix names {most}, and no document of {least + 1} to {most} tokens is there to train on: the "
-                f"longest has {longest}"
-            )
-        groups.append((group, rows * share // total))
-        least = most
-    return groups
-
-
 def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
     """Parse --data, each DIR[:SHARE], to (folder, share of a step's rows). Raises InputError."""
     if not typed:
@@ -152,21 +96,6 @@ def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
             raise InputError(f"--data {text}: a share of {share!r}; expected a whole number, as in DIR:5")
         parts.append((Path(folder), int(share)))
     return parts
-
-
-def anchors(sources: Sequence[DocumentSource], partition: Partition) -> tuple[int, int]:
-    """Choose how many anchors of chains have room: (in a row, in a part of it).
-
-    Most rows have no more trained tokens; those of fuller rows are sampled.
-    """
-    ends = np.asarray(partition.ends)
-    in_row, in_part = [], []
-    for row in (row for source in sources for row in source.rows):
-        trained = np.flatnonzero(np.concatenate([document.trained for document in row.documents]))
-        in_row.append(len(trained))
-        in_part.append(np.bincount(np.searchsorted(ends, trained, side="right"), minlength=len(ends)).max())
-    room = min(partition.width, max(2, int(np.quantile(in_row, ROOM_QUANTILE))))
-    return room, min(room, int(np.quantile(in_part, ROOM_QUANTILE)) + EDGE)
 
 
 def answer_tokens(documents: Sequence[Document]) -> Iterator[np.ndarray]:
@@ -190,10 +119,10 @@ def self_contained(documents: Sequence[Document]) -> bool:
     return all({"aux_hidden", "top_ids"} <= document.teacher.keys() for document in documents)
 
 
-def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: DrafterShape) -> None:
-    """Raise InputError for data of another vocabulary or other layers, and for a --mask-token that is in the data.
+def check_tokens(documents: Sequence[Document], config: DrafterConfig, init: str | None) -> None:
+    """Raise InputError for data of another vocabulary or other layers.
 
-    Warns of another mask token in the data: that of --init, or the rarest token if none is free.
+    Warns of a mask token in the data: that of --init, or the rarest token if none is free.
     """
     uses = 0  # of the mask token
     for document in documents:
@@ -212,12 +141,13 @@ def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: Dr
             )
     if not uses:
         return
-    total = total_tokens(documents)[0]
-    line = f"the mask token {config.mask_token_id} is in use: {uses:,} of the data's {total:,} tokens"
-    if shape.mask_token is not None and shape.init is None:
-        raise InputError(f"{line}; expected one that the data lacks: name another, or leave out --mask-token")
-    why = "--init was trained with it" if shape.init is not None else "it is the rarest token, and none is free"
-    warnings.warn(f"{line}, and there the drafter takes it for a mask; {why}", InputWarning, stacklevel=2)
+    why = "it is the rarest token, and none is free" if init is None else "--init was trained with it"
+    warnings.warn(
+        f"the mask token {config.mask_token_id} is in use: {uses:,} of the data's {total_tokens(documents)[0]:,} "
+        f"tokens, and there the drafter takes it for a mask; {why}",
+        InputWarning,
+        stacklevel=2,
+    )
 
 
 def kept_of_prompts(folders: Sequence[Path]) -> int | None:

@@ -40,7 +40,7 @@ from scripts.demo.rows import (
     make_practice,
 )
 from scripts.demo.target import BATCH_ROWS, export
-from scripts.demo.tokenizer import DEMO, MASK, SPECIAL_TOKENS, train_tokenizer
+from scripts.demo.tokenizer import DEMO, train_tokenizer
 from scripts.runs import new_parser
 
 LONG_WIDTH = 832  # of the drafters' last rows
@@ -56,18 +56,11 @@ SHORT = ("-n", "288", "--context", "512", "--slots", "64")
 LONG = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
 AUX_LAYERS = ("--aux-layer-ids", "1,4,7")
 TEACH = ("--hidden", *AUX_LAYERS, "--top", "32")
-# of `peagle train`: rows of a step and the rule of its update; rates that suit so small a model
-LEARN = (
-    "--rows", "8", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02", "--warmup", "0.02",
-    "--held-out", "0", "--evaluate-every", "300",
-)  # fmt: skip
-NEW = (*AUX_LAYERS, "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6")
-NEW_WITH_MASK = (*NEW, "--mask-token", str(SPECIAL_TOKENS.index(MASK)), "--layers", "2")
-AGAIN = ("--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8")
-LONGER = (
-    "--learning-rate", "0.004", "--other-rate", "0.0015", "--decay", "0.8", "--ratio", "0.7",
-    "--drafter-window", str(WINDOW),
-)  # fmt: skip
+# of `peagle train`: rates that suit so small a model
+LEARN = ("--rows", "8", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02", "--held-out", "0")
+NEW = (*AUX_LAYERS, "--learning-rate", "0.008")
+AGAIN = ("--learning-rate", "0.006")
+LONGER = ("--learning-rate", "0.004", "--ratio", "0.7", "--drafter-window", str(WINDOW))
 # blocks of eight rows, as the public DFlash's; with 224 of them a step takes as long as one of the P-EAGLE
 BLOCKS = ("--depth", "7", "--blocks", "224")
 # One JAX device per core, each on one thread with its own rows: cores meet once a step instead of once an operation.
@@ -133,7 +126,7 @@ class Build(NamedTuple):
         """Train a drafter by `peagle train`, from that of the stage `init`."""
         begin = ("--init", self.work / init / "drafter") if init else ()
         parts = [word for folder in data for word in ("--data", folder)]
-        held_out = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl", "--evaluate-prompts", self.count(60))
+        held_out = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl")
         size = ("--width", width, "--steps", self.count(steps))
         self.run(
             name, "peagle", "train", "--target", target, *parts, *begin, *LEARN, *size, *options, *held_out, tuned=True
@@ -166,8 +159,8 @@ def build(work: Path, scale: float = 1) -> None:
     target = exported(practised)
     written = run.answer("written", target, prompts, len(read_lines(prompts)), *SHORT, *TEACH)
     both = (target, WIDTH, (f"{written}:5", f"{dataset}/shards/chat:2", f"{dataset}/shards/raw:1"))
-    run.drafter("p_eagle_begun", 900, *both, *NEW_WITH_MASK, "--depth", "6", "--ratio", "0.75")
-    run.drafter("dflash_begun", 900, *both, *NEW_WITH_MASK, "--drafter", "dflash", *BLOCKS)
+    run.drafter("p_eagle_begun", 900, *both, *NEW, "--layers", "2", "--depth", "6", "--ratio", "0.75")
+    run.drafter("dflash_begun", 900, *both, *NEW, "--layers", "2", "--drafter", "dflash", *BLOCKS)
     own = (target, WIDTH, (written,))
     run.drafter("p_eagle", 2500, *own, *AGAIN, "--depth", "8", "--ratio", "0.7", init="p_eagle_begun")
     eagle3 = ("--drafter", "eagle-3", "--layers", "1", "--depth", "6", "--ratio", "0.7")

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 from drafter import model, reference
 from drafter.load import load_drafter, to_tensors
 from drafter.propose import PEagle
-from drafter.train.forward import forward_chains
+from drafter.train.forward import forward_chains, rows_of
 from peagle.ops.messages import DrafterInput
-from tests.support.drafters import forward, logits_of, prefill, propose
+from tests.support.drafters import logits_of, prefill, propose
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "drafter_speculators"
 MODELS = ("plain", "variant")
@@ -25,16 +25,28 @@ logits_of_rows = jax.jit(model.head, static_argnames="config")
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("which", ["train", "step"])
-def test_forward_gives_their_logits(name: str, which: str) -> None:
+def test_training_at_once_gives_their_logits(name: str, which: str) -> None:
+    """Their rows as chains: of several documents, drawn at random; and of one anchor, as in a step."""
     params, config = load_drafter(GOLDEN / name)
     golden = np.load(GOLDEN / name / "golden.npz")
-    anchor, depth = golden[f"{which}_anchor"], golden[f"{which}_depth"]
-    rows = [golden[f"{which}_{array}"][anchor] for array in ("token_ids", "aux_hidden", "documents")]
-    segments = rows.pop()
-    logits = forward(params, config, *(jnp.asarray(row[None]) for row in (*rows, anchor, depth, segments)))
-    assert depth.max() > 2
-    assert segments.max() == (1 if which == "train" else 0)
-    np.testing.assert_allclose(logits[0], golden[f"{which}_logits"], atol=1e-4)
+    places = {
+        (int(anchor), int(depth)): place
+        for place, (anchor, depth) in enumerate(zip(golden[f"{which}_anchor"], golden[f"{which}_depth"], strict=True))
+    }
+    width = sum(depth == 0 for _, depth in places)
+    lengths = np.array([sum(anchor == one for one, _ in places) for anchor in range(width)])
+    anchors = np.argsort(-lengths, kind="stable")[: (lengths > 1).sum()].astype(np.int32)
+    counts = tuple(int((lengths > depth).sum()) for depth in range(1, lengths.max()))
+    rows = [golden[f"{which}_{array}"][:width] for array in ("token_ids", "aux_hidden", "documents")]
+    arrays = (*rows, np.arange(width, dtype=np.int32), anchors)
+    x = chains(params, config, *(jnp.asarray(array[None]) for array in arrays), counts=counts)
+    logits = np.asarray(logits_of_rows(params, config, x))[0]
+    anchor, depth = (np.asarray(values)[0].tolist() for values in rows_of(jnp.asarray(anchors[None]), counts, width))
+    expected = golden[f"{which}_logits"][[places[row] for row in zip(anchor, depth, strict=True)]]
+    assert len(logits) == len(places)
+    assert max(depth) > 2
+    assert rows[2].max() == (1 if which == "train" else 0)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

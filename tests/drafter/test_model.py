@@ -15,7 +15,6 @@ from tests.support.drafters import (
     Text,
     drafter,
     eagle3,
-    forward,
     logits_of,
     prefill,
     prompt_state,
@@ -59,36 +58,6 @@ def test_the_rows_hold_everything_for_every_count(num_drafts: int) -> None:
         assert rows.draft_rows[0].tolist() == list(range(num - 1, num + num_drafts - 1))
     rows = lay_out(fresh, jnp.asarray([1]), jnp.asarray([-1]), num_drafts, 9)
     assert set(rows.positions[0].tolist()) == {-1}
-
-
-@pytest.mark.parametrize("name", [ONE, TWO])
-def test_cached_steps_equal_one_uncached_pass_under_the_group_causal_mask(name: str) -> None:
-    """All anchors and depths of a text in one pass, in shuffled order, give the logits of the steps in turn."""
-    peagle = drafter(name, with_logits=True)
-    text = random_text(peagle.config, 4)
-    anchors = [p for p in range(13) for _ in range(K)]
-    depths = [d for _ in range(13) for d in range(K)]
-    order = np.random.default_rng(0).permutation(len(anchors))
-    anchor, depth = np.asarray(anchors, np.int32)[order], np.asarray(depths, np.int32)[order]
-    # rows of depth > 0 hold their anchor's token and aux_hidden, which must not affect the result
-    uncached = forward(
-        peagle.params,
-        peagle.config,
-        jnp.asarray(text.token_ids[anchor + 1])[None],
-        jnp.asarray(text.aux_hidden[anchor])[None],
-        jnp.asarray(anchor)[None],
-        jnp.asarray(depth)[None],
-    )
-    ids = peagle.params.draft_to_target
-    ids = np.arange(peagle.config.vocab_size) if ids is None else np.asarray(ids)
-
-    state = prompt_state(peagle, [text], [4], K)
-    first, num = 3, 1
-    for accepted in (K, 0, 1, 2):
-        logits, state = step(peagle, state, [text], [first], [num])
-        here = [np.flatnonzero((anchor == first + num - 1) & (depth == d))[0] for d in range(K)]
-        np.testing.assert_allclose(logits[0][:, ids], np.asarray(uncached)[0, here], atol=2e-5)
-        first, num = first + num, accepted + 1
 
 
 def test_every_draft_sees_the_whole_context() -> None:
@@ -175,30 +144,6 @@ def test_a_prompt_of_one_token_has_no_row_yet() -> None:
     other = random_text(peagle.config, 13)
     other = Text(np.concatenate([text.token_ids[:2], other.token_ids[2:]]), text.aux_hidden)
     np.testing.assert_array_equal(logits, step(peagle, state, [other], [0], [1])[0])
-
-
-def test_segments_and_padding_rows_do_not_see_one_another() -> None:
-    """Two documents with the same anchors in one pass, and padding, equal each document alone."""
-    peagle = drafter(TWO)
-    texts = [random_text(peagle.config, seed) for seed in (14, 15)]
-    anchor = np.asarray([0, 1, 2, 3, 4, 5, 4, 5, 5], np.int32)
-    depth = np.asarray([0, 0, 0, 0, 0, 0, 1, 1, 2], np.int32)
-
-    def rows(text: Text) -> tuple[np.ndarray, np.ndarray]:
-        return text.token_ids[anchor + 1], text.aux_hidden[anchor]
-
-    def run(tokens: np.ndarray, aux: np.ndarray, anchors: np.ndarray, depths: np.ndarray, segments: np.ndarray):
-        arrays = (jnp.asarray(a)[None] for a in (tokens, aux, anchors, depths, segments))
-        return np.asarray(forward(peagle.params, peagle.config, *arrays)[0])
-
-    one, two = np.zeros_like(anchor), np.ones_like(anchor)
-    joined = [np.concatenate([a, b]) for a, b in zip(rows(texts[0]), rows(texts[1]), strict=True)]
-    both = run(*joined, np.concatenate([anchor, anchor]), np.concatenate([depth, depth]), np.concatenate([one, two]))
-    alone = [run(*rows(text), anchor, depth, one) for text in texts]
-    np.testing.assert_allclose(both, np.concatenate(alone), atol=2e-5)
-    padded = np.where(two > 0, -1, anchor)
-    padding = run(*joined, np.concatenate([anchor, padded]), np.concatenate([depth, depth]), np.concatenate([one, one]))
-    np.testing.assert_allclose(padding[: len(anchor)], alone[0], atol=2e-5)
 
 
 def test_without_logits_the_drafts_are_the_same() -> None:

@@ -17,7 +17,6 @@ from tests.support.drafters import (
     EAGLE_WINDOW,
     WINDOWS,
     absorbed,
-    forward,
     loaded,
     propose,
     random_params,
@@ -68,19 +67,6 @@ def test_few_pages_and_chunks_of_any_size_give_the_bits_of_all_pages(tmp_path: P
 
 def values(draft: DraftOutput) -> list[jax.Array]:
     return [draft.token_ids] if draft.logits is None else [draft.token_ids, draft.logits]
-
-
-def test_a_window_no_smaller_than_the_text_is_none() -> None:
-    config = CONFIGS[WINDOWS]
-    text, anchor = random_text(config, 3), np.arange(12, dtype=np.int32)[None]
-    rows = (text.token_ids[None, 1:13], text.aux_hidden[None, :12], anchor, np.zeros_like(anchor))
-    params = random_params(config)
-    everything, wide_enough, narrow = (
-        np.asarray(forward(params, config.with_window(window), *rows)) for window in (None, 12, 11)
-    )
-    np.testing.assert_array_equal(everything, wide_enough)
-    changed = np.abs(narrow - everything).max(axis=-1)[0] > 1e-4
-    assert changed.tolist() == [False] * 11 + [True]
 
 
 @pytest.mark.parametrize(

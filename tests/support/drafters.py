@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafter import model, reference
+from drafter import reference
 from drafter.config import DrafterConfig
 from drafter.load import load_drafter, save_drafter, to_tensors
 from drafter.params import DrafterParams, init_params
@@ -224,9 +224,6 @@ def prompt_state(
     aux = np.stack([t.aux_hidden[:width] for t in texts])
     state = small_pages(drafter, len(texts), capacity, widest)
     return prefill(drafter, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), jnp.asarray(aux))
-
-
-forward = jax.jit(model.forward, static_argnames="config")
 
 
 @jax.jit

@@ -1,5 +1,6 @@
 """Trainings of a tiny drafter whose target is a rule, in one program."""
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.train import step
-from drafter.train.config import Cod
+from drafter.train.cod import Partition
 from drafter.train.folder import LOG, read_log
 from drafter.train.recipe import Recipe
 from drafter.train.row_batches import DocumentSource, RowBatches, pack
@@ -38,7 +39,8 @@ CONFIG = DrafterConfig(
     num_aux_layers=2,
     aux_layer_ids=(0, 1),
 )
-RECIPE = Recipe(steps=12, width=24, cod=Cod(depth=3), learning_rate=0.02, other_rate=0.02)
+STEPS = 12
+RECIPE = Recipe(rows=2, width=24, depth=3, optimizer="adamw", learning_rate=0.02, other_rate=0.02)
 
 
 def keep_programs(patch: pytest.MonkeyPatch) -> None:
@@ -66,16 +68,18 @@ def document(start: int, size: int) -> Document:
     return Document((start + 2 * np.arange(size)).astype(np.int32) % (VOCAB - 1), np.arange(size) >= 2)
 
 
-def trainer(
-    out: Path, recipe: Recipe = RECIPE, rows: int = 2, starts: Iterable[int] = range(30), **options: Any
-) -> Trainer:
+def with_room(recipe: Recipe) -> Recipe:
+    """Give a recipe room for the chains of every position."""
+    return dataclasses.replace(recipe, room=Partition.of(recipe).counts(recipe, recipe.width))
+
+
+def trainer(out: Path, recipe: Recipe = RECIPE, starts: Iterable[int] = range(30), **options: Any) -> Trainer:
     """Make a training of the documents that begin with these tokens."""
-    source = DocumentSource(pack([document(start, 7 + start % 5) for start in starts], recipe.width), rows)
-    counts = recipe.partition.counts(recipe.cod, recipe.width)
-    batches = RowBatches((source,), recipe, counts)
+    source = DocumentSource(pack([document(start, 7 + start % 5) for start in starts], recipe.width), recipe.rows)
     table = jax.random.normal(jax.random.key(3), (VOCAB, CONFIG.aux_width), jnp.float32)
     out.mkdir(exist_ok=True)
-    return Trainer(out, CONFIG, recipe, batches, Counting(table), **{"save_every": 4, "log_every": 2, **options})
+    fixed, batches = step.Fixed(teacher=Counting(table)), RowBatches((source,), with_room(recipe))
+    return Trainer(out, CONFIG, batches, fixed, **{"steps": STEPS, "save_every": 4, "log_every": 2, **options})
 
 
 def initial() -> DrafterParams:

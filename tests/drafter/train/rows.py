@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.train.cod import Partition, sample_blocks, sample_chains
-from drafter.train.config import Cod
+from drafter.train.cod import sample
 from drafter.train.loss import TrainingRows
+from drafter.train.recipe import Recipe
 from peagle.ops.rope import RopeConfig
+from tests.support.trainers import with_room
 
 CONFIG = DrafterConfig(
     hidden_size=20,
@@ -30,7 +31,6 @@ SMALL = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1, mlp_width=12)  
 T = 24
 QUICKLY: Any = {"xla_backend_optimization_level": 0}  # for programs that run once
 Data = dict[str, np.ndarray]
-Counts = tuple[int, ...]  # chains at depth 1, 2, ...
 Chains = tuple[np.ndarray, np.ndarray]  # (anchors, last_depth) of both sequences
 
 
@@ -58,19 +58,21 @@ def training_rows(data: Data) -> TrainingRows:
     return TrainingRows(**on_device(inputs), target={"aux_hidden": jnp.asarray(data["aux_hidden"])})
 
 
-def chains(data: Data, cod: Cod, counts: Counts) -> Chains:
+def recipe(depth: int, **values: Any) -> Recipe:
+    """Make a recipe of whole sequences, with room for the chains of every position."""
+    return with_room(Recipe(width=T, depth=depth, **values))
+
+
+def chains(data: Data, recipe: Recipe) -> Chains:
     """Draw the chains of whole sequences."""
-    return chains_of_parts(data, cod, Partition(T), (counts,))[0]
+    return chains_of_parts(data, recipe)[0]
 
 
-def chains_of_parts(
-    data: Data, cod: Cod, partition: Partition, counts: tuple[Counts, ...], in_blocks: bool = False
-) -> list[Chains]:
-    """Draw the chains of each part. in_blocks: of a DFlash drafter."""
-    rng, sample = np.random.default_rng(4), sample_blocks if in_blocks else sample_chains
-    sampled = [
-        sample(cod, data["trained"][row] > 0, data["segment_ids"][row], partition, counts, rng) for row in range(2)
-    ]
+def chains_of_parts(data: Data, recipe: Recipe) -> list[Chains]:
+    """Draw the chains of each part."""
+    rng = np.random.default_rng(4)
+    sampled = [sample(recipe, data["trained"][row] > 0, data["segment_ids"][row], rng) for row in range(2)]
     return [
-        (np.stack([row[s][0] for row in sampled]), np.stack([row[s][1] for row in sampled])) for s in range(len(counts))
+        (np.stack([row[s][0] for row in sampled]), np.stack([row[s][1] for row in sampled]))
+        for s in range(len(recipe.room))
     ]

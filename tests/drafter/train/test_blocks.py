@@ -12,13 +12,13 @@ from drafter import reference
 from drafter.load import to_tensors
 from drafter.model import head
 from drafter.params import DrafterParams
-from drafter.train.cod import Partition, sample_blocks
-from drafter.train.config import Cod
+from drafter.train.cod import sample
 from drafter.train.forward import forward_blocks
 from drafter.train.loss import Sums, chain_loss, labels_of_logits
-from drafter.train.recipe import Recipe, optimizer
+from drafter.train.optimizer import optimizer
+from drafter.train.recipe import Recipe
 from drafter.train.row_batches import RowBatch
-from drafter.train.step import Fixed, FrozenWeights, State, next_state
+from drafter.train.step import Fixed, State, next_state
 from tests.drafter.train.rows import training_rows
 from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, random_params
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.compile
 T, DEPTH, BLOCKS = 24, 4, 7
 CONFIG = DFLASH_CONFIGS[PLAIN]
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)  # for programs whose layers do not matter
-RECIPE = Recipe(steps=10, width=T, cod=Cod(depth=DEPTH), blocks=BLOCKS, draft_decay=4.0, learning_rate=1e-2)
+RECIPE = Recipe(width=T, depth=DEPTH, draft_decay=4.0, learning_rate=1e-2, other_rate=1e-4)
 losses = jax.jit(chain_loss, static_argnames=("config", "loss", "counts", "part", "draft_decay"))
 
 
@@ -44,10 +44,14 @@ def row(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def sampled(data: dict[str, np.ndarray], partition: Partition, counts: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    rng = np.random.default_rng(4)
+def of_blocks(blocks: int) -> Recipe:
+    return dataclasses.replace(RECIPE, blocks=blocks, room=((blocks,) * (DEPTH - 1),))
+
+
+def sampled(data: dict[str, np.ndarray], blocks: int, seed: int = 4) -> tuple[np.ndarray, np.ndarray]:
     own = data["trained"][0] > 0, data["segment_ids"][0]
-    return [(a[None], r[None]) for a, r in sample_blocks(Cod(depth=DEPTH), *own, partition, counts, rng)]
+    ((anchors, last_depth),) = sample(of_blocks(blocks), *own, np.random.default_rng(seed))
+    return anchors[None], last_depth[None]
 
 
 @pytest.mark.parametrize(("name", "window"), [(PLAIN, None), (BIASED, 6)])
@@ -73,25 +77,16 @@ def test_training_computes_the_references_drafts(name: str, window: int | None) 
 
 
 def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
-    data, partition = row(3), Partition(T)
-    ((anchors, last_depth),) = sampled(data, partition, partition.block_counts(DEPTH, BLOCKS))
+    data = row(3)
+    anchors, last_depth = sampled(data, BLOCKS)
     real = anchors[last_depth >= 0]
     assert len(set(real.tolist())) == len(real) == BLOCKS
     assert set(last_depth[last_depth >= 0].tolist()) == {DEPTH - 1}
     first = real + 2
     assert (data["trained"][0, first] > 0).all()
     assert (data["segment_ids"][0, first] == data["segment_ids"][0, real]).all()
-    other = sample_blocks(
-        Cod(depth=DEPTH),
-        data["trained"][0] > 0,
-        data["segment_ids"][0],
-        partition,
-        partition.block_counts(DEPTH, BLOCKS),
-        np.random.default_rng(5),
-    )[0][0]
-    assert set(other.tolist()) != set(real.tolist())
-    everything = partition.block_counts(DEPTH, T)
-    ((anchors, last_depth),) = sampled(data, partition, everything)
+    assert set(sampled(data, BLOCKS, seed=5)[0][0].tolist()) != set(real.tolist())
+    anchors, last_depth = sampled(data, T)
     assert (last_depth == -1).any()  # more room than anchors
     expected = [
         a
@@ -109,10 +104,9 @@ def sums_of(params: DrafterParams, data: dict[str, np.ndarray], chains: Any, cou
 
 def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
     """Counted by hand, with every anchor; a block reaches into neither the next document nor the prompt."""
-    data, partition = row(5), Partition(T)
-    counts = partition.block_counts(DEPTH, T)
-    ((anchors, last_depth),) = sampled(data, partition, counts)
-    sums = sums_of(random_params(ONE_LAYER), data, (anchors, last_depth), counts[0])
+    data = row(5)
+    anchors, last_depth = sampled(data, T)
+    sums = sums_of(random_params(ONE_LAYER), data, (anchors, last_depth), of_blocks(T).room[0])
     segment, trained = data["segment_ids"][0], data["trained"][0]
     expected = [
         sum(
@@ -127,9 +121,8 @@ def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
 
 
 def test_later_drafts_count_less_by_the_decay() -> None:
-    data, partition = row(6), Partition(T)
-    counts, params = partition.block_counts(DEPTH, BLOCKS), random_params(ONE_LAYER)
-    ((anchors, last_depth),) = sampled(data, partition, counts)
+    data, params = row(6), random_params(ONE_LAYER)
+    anchors, last_depth = sampled(data, BLOCKS)
 
     def loss_of(draft: int, decay: float | None) -> float:
         """The loss with the tokens of one draft alone trained, for one block."""
@@ -162,17 +155,16 @@ def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndar
 
 @pytest.mark.parametrize("rule", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_step_trains_all_but_the_targets_embedding_and_head(rule: Any) -> None:
-    data, partition = row(10), Partition(T)
-    recipe = dataclasses.replace(RECIPE, optimizer=rule, weight_decay=0.1)
-    counts = partition.block_counts(DEPTH, BLOCKS)
-    batch = batch_of(data, sampled(data, partition, counts))
+    data = row(10)
+    recipe = dataclasses.replace(of_blocks(BLOCKS), optimizer=rule, weight_decay=0.1)
+    batch = batch_of(data, [sampled(data, BLOCKS)])
     whole = random_params(ONE_LAYER)
-    fixed = Fixed(frozen=FrozenWeights.of(whole, ONE_LAYER))
+    fixed = Fixed.of(whole, ONE_LAYER, None)
     params = dataclasses.replace(whole, embedding=None, lm_head=None)
     mesh, everywhere = jax.make_mesh((1,), ("rows",)), jax.sharding.PartitionSpec()
 
     def step(state: State) -> State:
-        return next_state(ONE_LAYER, recipe, counts, state, jnp.float32(10), fixed, batch)[0]
+        return next_state(ONE_LAYER, recipe, state, jnp.float32(10), fixed, batch)[0]
 
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
     state = State(params, optimizer(recipe, jnp.float32(10)).init(params))
@@ -182,4 +174,4 @@ def test_a_step_trains_all_but_the_targets_embedding_and_head(rule: Any) -> None
         after = dict(jax.tree.leaves_with_path(stepped))[path]
         assert not np.array_equal(before, after), name
     assert stepped.embedding is None
-    assert FrozenWeights.of(random_params(CONFIGS[ONE]), CONFIGS[ONE]) is None
+    assert Fixed.of(random_params(CONFIGS[ONE]), CONFIGS[ONE], None).frozen is None

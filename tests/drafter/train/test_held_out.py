@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter.train.config import Cod
 from drafter.train.folder import best_held_out
 from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation, score_of
 from drafter.train.recipe import Recipe
@@ -14,8 +13,9 @@ from drafter.train.row_batches import DocumentSource, RowBatches, pack
 from drafter.train.shards import ALONE, Document
 from peagle.base.errors import InputError
 from peagle.workflows.dataset import cut_prompt
+from tests.support.trainers import with_room
 
-RECIPE = Recipe(steps=1, width=24, cod=Cod(depth=3))
+RECIPE = with_room(Recipe(width=24, depth=3))
 
 
 def document(*token_ids: int, prompt: int = 2, conversation: int = ALONE) -> Document:
@@ -134,9 +134,8 @@ def test_an_evaluation_is_whole_steps(rows_per_step: int, rows: int) -> None:
 
 
 def batches(rows_per_step: int) -> RowBatches:
-    counts = RECIPE.partition.counts(RECIPE.cod, RECIPE.width)
     source = DocumentSource(pack([document(*range(20))], RECIPE.width), rows_per_step)
-    return RowBatches((source,), RECIPE, counts)
+    return RowBatches((source,), RECIPE)
 
 
 def test_every_held_out_document_is_measured_once_the_same_way_each_time() -> None:

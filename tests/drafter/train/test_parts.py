@@ -13,18 +13,18 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import init_params
 from drafter.train import forward, loss
-from drafter.train.cod import Partition, sample_chains
-from drafter.train.config import Cod
+from drafter.train.cod import Partition, sample
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe
 from drafter.train.row_batches import RowBatch
 from drafter.train.step import Fixed, gradients_of
 from peagle.base.errors import InputError
 from tests.drafter.train.rows import QUICKLY, SMALL, T, chains_of_parts, on_device, sequence
+from tests.support.trainers import with_room
 
 pytestmark = pytest.mark.compile
 
-RECIPE = Recipe(steps=1, width=T, cod=Cod(depth=3), blocks=T)
+RECIPE = Recipe(width=T, depth=3)
 IN_BLOCKS = dataclasses.replace(
     SMALL, num_layers=1, hidden_size=SMALL.target_hidden_size, num_heads=3, block_size=3, qk_norm=True
 )
@@ -35,7 +35,7 @@ DRAFTERS = {
     "DFlash": IN_BLOCKS,
     "DFlash, a window": IN_BLOCKS.with_window(6),
 }
-run = jax.jit(gradients_of, static_argnums=(1, 2, 3), compiler_options=QUICKLY)
+run = jax.jit(gradients_of, static_argnums=(1, 2), compiler_options=QUICKLY)
 
 
 @flax.struct.dataclass
@@ -54,15 +54,16 @@ class Known:
 def gradients(config: DrafterConfig, parts: int) -> tuple[Sums, Any]:
     """Train both sequences in so many parts, with room for all anchors. The first of four parts would train nothing."""
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(2))
-    recipe, data, counts = dataclasses.replace(RECIPE, parts=parts), sequence(6), ((T // parts,) * 2,) * parts
+    blocks, room = T if config.kind == "DFlash" else None, ((T // parts,) * 2,) * parts
+    recipe, data = dataclasses.replace(RECIPE, parts=parts, blocks=blocks, room=room), sequence(6)
     data["trained"][:, :8] = 0.0
-    drawn = chains_of_parts(data, recipe.cod, recipe.partition, counts, config.kind == "DFlash")
+    drawn = chains_of_parts(data, recipe)
     anchors, last_depth = (tuple(jnp.asarray(part[i]) for part in drawn) for i in (0, 1))
     device = on_device(data)
     target = Known(device.pop("target_logits"), device.pop("aux_hidden"))
     batch = RowBatch(**device, anchors=anchors, last_depth=last_depth, teacher={})
     sums: Sums
-    sums, gradient = run(params, config, recipe, counts, Fixed(teacher=target), batch)
+    sums, gradient = run(params, config, recipe, Fixed(teacher=target), batch)
     return sums, gradient
 
 
@@ -86,13 +87,13 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(name: str, monkeypatch:
 
 
 def test_a_part_has_room_for_its_share_and_cuts_the_deepest_excess() -> None:
-    cod, partition = Cod(depth=4, ratio=0.9), Partition.even(40, 4)
-    everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
-    counts = partition.counts(cod, 40)
-    assert len(counts) == 4
-    assert all(10 >= room[0] >= room[1] >= room[2] >= 40 * 0.9**3 / 4 for room in counts)
-    parts = sample_chains(cod, *everywhere, partition, counts, np.random.default_rng(0))
-    for (anchors, last_depth), room, start, end in zip(parts, counts, partition.starts, partition.ends, strict=True):
+    recipe = with_room(Recipe(width=40, depth=4, ratio=0.9, parts=4))
+    partition, everywhere = Partition.of(recipe), (np.ones((40,), bool), np.ones((40,), np.int32))
+    assert len(recipe.room) == 4
+    assert all(10 >= room[0] >= room[1] >= room[2] >= 40 * 0.9**3 / 4 for room in recipe.room)
+    parts = sample(recipe, *everywhere, np.random.default_rng(0))
+    spans = zip(parts, recipe.room, partition.starts, partition.ends, strict=True)
+    for (anchors, last_depth), room, start, end in spans:
         assert all((last_depth >= d).sum() <= room[d - 1] for d in (1, 2, 3))
         grown = anchors[last_depth > 0]
         assert ((start <= grown + 1) & (grown + 1 < end)).all()
@@ -111,13 +112,13 @@ def test_with_windows_memory_is_that_of_a_part_whatever_the_row() -> None:
     config = dataclasses.replace(SMALL, num_layers=1, windows=(4,))
     params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     width, parts = 1 << 13, 1 << 6
-    recipe = Recipe(steps=1, width=width, cod=Cod(depth=2), parts=parts)
-    counts = recipe.partition.counts(recipe.cod, 8, 8)
+    recipe = Recipe(width=width, depth=2, parts=parts)
+    recipe = dataclasses.replace(recipe, room=Partition.of(recipe).counts(recipe, 8, 8))
     ids, real = (jax.ShapeDtypeStruct((1, width), dtype) for dtype in (jnp.int32, jnp.float32))
-    chains = (jax.ShapeDtypeStruct((1, counts[0][0]), jnp.int32),) * parts
+    chains = (jax.ShapeDtypeStruct((1, recipe.room[0][0]), jnp.int32),) * parts
     kinds = {"top_ids": ((2,), jnp.int32), "top_logits": ((2,), jnp.float32), "log_total": ((), jnp.float32)}
     kinds["aux_hidden"] = ((SMALL.aux_width,), jnp.float32)
     stored = {name: jax.ShapeDtypeStruct((1, width, *shape), dtype) for name, (shape, dtype) in kinds.items()}
     batch = RowBatch(ids, ids, ids, real, chains, chains, stored)
-    compiled = run.lower(params, config, recipe, counts, Fixed(), batch).compile()
+    compiled = run.lower(params, config, recipe, Fixed(), batch).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * width * SMALL.hidden_size

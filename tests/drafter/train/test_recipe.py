@@ -1,49 +1,89 @@
-"""The update of a training follows from its length, unless a person names another."""
+"""A recipe is filled by the drafter, the data and the number of steps; what is typed stays."""
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
-from drafter.train.recipe import PAPER, SHORT_STEPS, Update, chosen_update, short_update
+from drafter.config import DrafterConfig
+from drafter.train.fill import SHORT_STEPS, fill
+from drafter.train.recipe import Recipe
+from drafter.train.row_batches import DocumentSource, pack
+from peagle.base.errors import InputError
+from tests.support.trainers import CONFIG, document
 
-SHORT = short_update(192)
+WIDE = dataclasses.replace(CONFIG, hidden_size=192, target_hidden_size=192)
+BLOCK = dataclasses.replace(WIDE, block_size=8, qk_norm=True)
+SOURCE = DocumentSource(pack([document(start, 9) for start in range(7)], 24), 1)
+SHORT, PAPER = ("muon", 0.008, 0.003, 0.02, 0.6), ("adamw", 1e-4, None, 0.0025, 1.0)
+
+
+def filled(steps: int = 10, config: DrafterConfig = WIDE, from_trained: bool = False, **typed: Any) -> Recipe:
+    return fill(Recipe(**{"width": 24, "depth": 7, **typed}), config, [SOURCE], steps, from_trained=from_trained)
+
+
+def rates(recipe: Recipe) -> tuple[Any, ...]:
+    return tuple(
+        getattr(recipe, name) for name in ("optimizer", "learning_rate", "other_rate", "warmup_frac", "decay_frac")
+    )
 
 
 @pytest.mark.parametrize(
-    ("steps", "from_trained", "typed", "update"),
+    ("steps", "from_trained", "typed", "expected"),
     [
-        (131, False, {}, SHORT),
         (SHORT_STEPS - 1, False, {}, SHORT),
         (SHORT_STEPS, False, {}, PAPER),
         (131, True, {}, PAPER),
         (131, False, {"optimizer": "adamw"}, PAPER),
-        (5000, False, {"optimizer": "muon"}, SHORT),
-        (131, True, {"optimizer": "muon"}, SHORT),
-        (131, False, {"decay_frac": 1.0}, Update("muon", 0.008, 0.003, 0.02, 1.0)),
-        (131, False, {"warmup_frac": 0.1}, Update("muon", 0.008, 0.003, 0.1, 0.6)),
+        (5000, True, {"optimizer": "muon"}, SHORT),
         # a rate alone is one of adamw's, as the rates of muon are two
-        (131, False, {"learning_rate": 1e-3}, Update("adamw", 1e-3, 1e-3, 0.0025, 1.0)),
-        (5000, False, {"other_rate": 0.001}, Update("muon", 0.008, 0.001, 0.02, 0.6)),
-        (131, False, {"learning_rate": 0.02, "other_rate": 0.001}, Update("muon", 0.02, 0.001, 0.02, 0.6)),
-        (131, False, {"optimizer": "muon", "learning_rate": 0.02}, Update("muon", 0.02, 0.003, 0.02, 0.6)),
+        (131, False, {"learning_rate": 1e-3}, ("adamw", 1e-3, None, 0.0025, 1.0)),
+        (131, False, {"optimizer": "muon", "learning_rate": 0.004}, ("muon", 0.004, 0.0015, 0.02, 0.6)),
     ],
 )
-def test_the_update_follows_from_the_steps_and_what_is_typed_wins(
-    steps: int, from_trained: bool, typed: dict[str, Any], update: Update
+def test_the_rates_follow_from_the_steps_and_what_is_typed_stays(
+    steps: int, from_trained: bool, typed: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
-    assert chosen_update(steps, 192, from_trained=from_trained, typed=typed) == update
+    assert rates(filled(steps, from_trained=from_trained, **typed)) == pytest.approx(expected)
 
 
 def test_wider_drafters_learn_at_lower_rates() -> None:
     """Muon's by the root of the width, Adam's by the width; narrower ones are not driven faster."""
-    wide = short_update(4 * 192)
-    assert (wide.learning_rate, wide.other_rate) == (SHORT.learning_rate / 2, SHORT.other_rate / 4)
-    assert short_update(24) == SHORT
+    wide = filled(config=dataclasses.replace(WIDE, hidden_size=4 * 192))
+    assert (wide.learning_rate, wide.other_rate) == pytest.approx((0.008 / 2, 0.003 / 4))
+    assert rates(filled(config=CONFIG)) == pytest.approx(SHORT)
 
 
-def test_an_update_is_said_in_one_line() -> None:
+def test_blocks_and_parts_follow_from_the_drafter() -> None:
+    """A DFlash drafter's blocks are a sixth of the tokens; a drafter with windows is trained in short parts."""
+    assert (filled().blocks, filled().draft_decay, filled().parts) == (None, None, 1)
+    of_blocks = filled(config=BLOCK)
+    assert (of_blocks.blocks, of_blocks.draft_decay, of_blocks.room) == (4, 4.0, ((4,) * 6,))
+    assert filled(config=WIDE.with_window(9), width=2048).parts == 4
+    assert filled(config=WIDE.with_window(9), width=2048, parts=2).parts == 2
+    for more, says in (
+        ({"blocks": 4}, "blocks is given, and a P-EAGLE drafter has none"),
+        ({"config": BLOCK, "depth": 3}, "depth is 3, and a block of the drafter has 7 drafts"),
+        ({"config": WIDE.with_window(9), "parts": 7}, "parts is 7, and does not divide the 24 tokens"),
+    ):
+        with pytest.raises(InputError, match=says):
+            filled(**more)
+
+
+def test_most_rows_have_room_for_all_of_their_chains() -> None:
+    trained = sorted(np.concatenate([text.trained for text in row.documents]).sum() for row in SOURCE.rows)
+    assert filled(ratio=1.0).room[0][0] == int(np.quantile(trained, 0.75)) - 1
+
+
+def test_a_recorded_recipe_is_read_and_what_is_typed_is_seen() -> None:
+    recorded = filled(5000, optimizer="muon", learning_rate=0.004, parts=2)
+    record = dataclasses.asdict(recorded)
+    assert Recipe(width=24, depth=7).over(record) == recorded
+    assert Recipe(width=24, depth=7, seed=5).over(record) == dataclasses.replace(recorded, seed=5)
+
+
+def test_a_recipe_is_said_in_one_line() -> None:
     muon = "muon at rates of 0.008 and 0.003, rising over 2% of the steps and falling over the last 60%"
-    assert SHORT.describe() == muon
-    assert (
-        PAPER.describe() == "adamw at a rate of 0.0001, rising over 0.25% of the steps and falling over the last 100%"
-    )
+    adamw = "adamw at a rate of 0.0001, rising over 0.25% of the steps and falling over the last 100%"
+    assert (filled().describe(), filled(SHORT_STEPS).describe()) == (muon, adamw)

@@ -9,19 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafter import model
+from drafter import model, reference
 from drafter.config import DrafterConfig
+from drafter.load import to_tensors
 from drafter.params import init_params
 from drafter.propose import AnyDrafter, Eagle3, PEagle
 from drafter.train import loss
-from drafter.train.cod import Partition, sample_chains
-from drafter.train.config import LOSSES, Cod
+from drafter.train.cod import counts as cod_counts
+from drafter.train.cod import sample
 from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import Labels, labels_of_best, labels_of_logits, losses_of_rows
+from drafter.train.recipe import LOSSES, Recipe
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput
-from tests.drafter.train.rows import CONFIG, SMALL, T, chains, on_device, sequence, training_rows
+from tests.drafter.train.rows import CONFIG, SMALL, T, chains, on_device, recipe, sequence, training_rows
 from tests.support.paging import small_pages
+from tests.support.trainers import with_room
 
 pytestmark = pytest.mark.compile
 
@@ -63,37 +66,43 @@ def sums(
         (2, 3),  # a chain may be longer than a window
     ],
 )
-def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(
-    params, windows: tuple[int | None, ...] | None
-) -> None:
+def test_chains_give_the_references_logits(params, windows: tuple[int | None, ...] | None) -> None:
+    """A row sees the context up to its anchor, and its own chain up to itself, within its document."""
     config = dataclasses.replace(CONFIG, windows=windows)
-    data, cod = sequence(1), Cod(depth=4)
-    counts = cod.counts(T)
-    anchors, _ = chains(data, cod, counts)
-    device = on_device(data)
+    data, cod = sequence(1), recipe(depth=4)
+    (counts,) = cod.room
+    anchors, _ = chains(data, cod)
+    device, tensors = on_device(data), to_tensors(params, config)
     context = [device[name] for name in ("token_ids", "aux_hidden", "segment_ids", "positions")]
-    x = run_chains(params, config, *context, jnp.asarray(anchors), counts)
+    logits = np.asarray(head(params, config, run_chains(params, config, *context, jnp.asarray(anchors), counts)))
     anchor, depth = map(np.asarray, rows_of(jnp.asarray(anchors), counts, T))
-    take = lambda values: np.take_along_axis(values, anchor, axis=1)  # noqa: E731
-    starts = take(np.arange(T, dtype=np.int32)[None] - data["positions"])
-    expected = jax.jit(model.forward, static_argnames="config")(
-        params,
-        config,
-        take(data["token_ids"]),
-        np.take_along_axis(data["aux_hidden"], anchor[:, :, None], axis=1),
-        anchor - starts,
-        depth,
-        segment_ids=take(data["segment_ids"]),
-    )
-    real = take(data["segment_ids"]) > 0
-    difference = np.where(real[:, :, None], np.abs(np.asarray(head(params, config, x)) - np.asarray(expected)), 0.0)
-    assert difference.max() < 2e-5
+    mask = reference.projected(tensors, config, tensors["mask_hidden"].reshape(-1))
+    for b in range(2):
+        segment = data["segment_ids"][b]
+        places = [(a, d) for a, d in zip(anchor[b].tolist(), depth[b].tolist(), strict=True) if segment[a] > 0]
+        rows = [
+            (config.mask_token_id, mask)
+            if d
+            else (int(data["token_ids"][b, a]), reference.projected(tensors, config, data["aux_hidden"][b, a]))
+            for a, d in places
+        ]
+        visible = [
+            [
+                key
+                for key, (k, e) in enumerate(places)
+                if segment[k] == segment[a] and ((e == 0 and k <= a) or (k == a and e <= d))
+            ]
+            for a, d in places
+        ]
+        positions = [int(data["positions"][b, a]) + d for a, d in places]
+        expected, _ = reference.row_outputs(tensors, config, rows, positions, visible)
+        np.testing.assert_allclose(logits[b][segment[anchor[b]] > 0], expected, atol=2e-5)
 
 
 def test_cod_keeps_whole_chains_inside_the_trained_region() -> None:
-    data, cod = sequence(2), Cod(depth=5, ratio=0.8, min_ratio=0.2)
-    counts = cod.counts(T)
-    anchors, last_depth = chains(data, cod, counts)
+    data, cod = sequence(2), recipe(depth=5)
+    (counts,) = cod.room
+    anchors, last_depth = chains(data, cod)
     for row in range(2):
         assert len(set(anchors[row].tolist())) == len(anchors[row])
         assert (np.diff(last_depth[row]) <= 0).all()
@@ -107,19 +116,19 @@ def test_cod_keeps_whole_chains_inside_the_trained_region() -> None:
 
 
 def test_cod_counts_are_those_of_the_paper() -> None:
-    assert Cod(depth=4, ratio=0.8, min_ratio=0.2).counts(100) == (79, 62, 49)
-    assert Cod(depth=3, ratio=0.1, min_ratio=0.2).counts(10) == (1, 1)
+    assert cod_counts(Recipe(depth=4, ratio=0.8), 100) == (79, 62, 49)
+    assert cod_counts(Recipe(depth=3, ratio=0.1), 10) == (1, 1)
+    cod = with_room(Recipe(width=40, depth=4))
     everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
-    cod = Cod(depth=4)
-    ((_, last_depth),) = sample_chains(cod, *everywhere, Partition(40), (cod.counts(40),), np.random.default_rng(0))
-    expected = cod.counts(38)  # of 40 anchors the last two have no label
+    ((_, last_depth),) = sample(cod, *everywhere, np.random.default_rng(0))
+    expected = cod_counts(cod, 38)  # of 40 anchors the last two have no label
     assert tuple(int((last_depth >= d).sum()) for d in (1, 2, 3)) == expected
 
 
 def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its_token(params) -> None:
-    data, cod = sequence(3), Cod(depth=3)
-    counts = cod.counts(T)
-    anchors, last_depth = chains(data, cod, counts)
+    data, cod = sequence(3), recipe(depth=3)
+    (counts,) = cod.room
+    anchors, last_depth = chains(data, cod)
     device, on_anchors, depths = on_device(data), jnp.asarray(anchors), jnp.asarray(last_depth)
     run = jax.jit(lambda: sums(params, data, "half", anchors=on_anchors, last_depth=depths, counts=counts))
     result = run()
@@ -245,7 +254,7 @@ def test_memory_grows_with_the_rows_and_not_with_their_square() -> None:
     params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
     def temporary_bytes(length: int) -> int:
-        counts = Cod(depth=4).counts(length)
+        counts = cod_counts(Recipe(depth=4), length)
         shapes = {
             "token_ids": jax.ShapeDtypeStruct((1, length), jnp.int32),
             "aux_hidden": jax.ShapeDtypeStruct((1, length, CONFIG.aux_width), jnp.float32),
@@ -266,9 +275,9 @@ def test_memory_grows_with_the_rows_and_not_with_their_square() -> None:
 
 def test_the_losses(small) -> None:
     """kl is never below 0, and all losses in nats agree if the label has probability 1."""
-    data, cod = sequence(8), Cod(depth=3)
-    counts = cod.counts(T)
-    anchors, last_depth = map(jnp.asarray, chains(data, cod, counts))
+    data, cod = sequence(8), recipe(depth=3)
+    (counts,) = cod.room
+    anchors, last_depth = map(jnp.asarray, chains(data, cod))
 
     @jax.jit
     def losses(logits: jax.Array) -> list[jax.Array]:
@@ -276,7 +285,7 @@ def test_the_losses(small) -> None:
         return [sums(small, {**data, "target_logits": logits}, name, **rows).loss for name in LOSSES]
 
     by_name = dict(zip(LOSSES, map(float, losses(jnp.asarray(data["target_logits"]))), strict=True))
-    assert 0 < by_name["kl"] < by_name["soft_cross_entropy"]
+    assert by_name["kl"] > 0
     # labels that are the data's tokens
     sure = np.full(data["target_logits"].shape, -1e4, np.float32)
     np.put_along_axis(sure, np.roll(data["token_ids"], -1, axis=1)[:, :, None], 1e4, axis=2)
@@ -328,9 +337,9 @@ def test_labels_from_all_tokens_and_from_the_best_agree() -> None:
 
 
 def test_a_token_that_cannot_be_proposed_adds_no_loss(small) -> None:
-    data, cod = sequence(9), Cod(depth=2)
-    counts = cod.counts(T)
-    anchors, last_depth = map(jnp.asarray, chains(data, cod, counts))
+    data, cod = sequence(9), recipe(depth=2)
+    (counts,) = cod.room
+    anchors, last_depth = map(jnp.asarray, chains(data, cod))
     kept = jnp.asarray([t for t in range(31) if t % 3], jnp.int32)
     narrow = dataclasses.replace(small, lm_head=small.lm_head[:, kept], draft_to_target=kept)
     config = dataclasses.replace(SMALL, draft_vocab_size=len(kept))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -20,11 +21,13 @@ import pytest
 
 import drafter.train.trainer
 from drafter.params import DrafterParams, init_params
+from drafter.train.checkpoints import TrainingStopped
+from drafter.train.clock import Clock
 from drafter.train.folder import CHECKPOINTS, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import HeldOut
-from drafter.train.recipe import rate_schedule
+from drafter.train.optimizer import rate_schedule
 from drafter.train.row_batches import DocumentSource, RowBatches, pack
-from drafter.train.trainer import Deadline, StepTimer, Trainer, TrainingStopped
+from drafter.train.trainer import Trainer
 from peagle.base.errors import InputError
 from tests.support.trainers import CONFIG, RECIPE, curve, document, initial, keep_programs, same, trainer
 
@@ -105,13 +108,12 @@ def test_stopped_anywhere_it_saves_the_last_step_and_continues_to_the_same_bits(
 
 def test_with_more_steps_it_continues_at_the_rates_of_a_longer_training(tmp_path: Path) -> None:
     """A training with these rates from the start ends differently. The program of the shorter one trains both."""
-    short, longer = (dataclasses.replace(RECIPE, steps=steps) for steps in (4, 6))
     out = tmp_path / "run"
-    trainer(out, short).run(initial())
+    trainer(out, steps=4).run(initial())
     programs = drafter.train.trainer.step_program.cache_info().misses  # type: ignore[attr-defined]
-    params = trainer(out, longer).run(initial())
+    params = trainer(out, steps=6).run(initial())
     assert (steps_done(out), steps_of(out, "loss")) == (6, [2, 4, 6])
-    assert not same(params, trainer(tmp_path / "straight", longer).run(initial()))
+    assert not same(params, trainer(tmp_path / "straight", steps=6).run(initial()))
     assert drafter.train.trainer.step_program.cache_info().misses == programs  # type: ignore[attr-defined]
 
 
@@ -133,34 +135,40 @@ def test_the_rate_rises_stays_and_falls(steps: int, warmup: float, decay: float)
         np.testing.assert_allclose(rates, jax.vmap(expected)(every), atol=1e-6)
 
 
-def test_the_time_left_is_at_most_that_of_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[float | None] = []
-    monkeypatch.setattr(StepTimer, "left_s", lambda *_: 1e6)
-    trainer(
-        tmp_path / "run", deadline=Deadline(60.0), progress=lambda _, left_s: told.append(left_s),
-        should_stop=lambda: bool(told),
-    ).run(initial())  # fmt: skip
-    assert told[0] is not None
-    assert told[0] <= 3600
-
-
 def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("drafter.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    pace = StepTimer()
+    monkeypatch.setattr("drafter.train.clock.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = Clock()
     now[0] += 100  # compiling
-    pace.stepped()
-    assert pace.left_s(10, {}) is None
+    clock.stepped()
+    assert clock.left_s(10, {}) is None
     for seconds in (2, 2, 50, 2, 2):  # one was disturbed
         now[0] += seconds
-        pace.stepped()
-    assert pace.left_s(10, {"evaluation": 3}) == 20
+        clock.stepped()
+    assert clock.left_s(10, {"evaluation": 3}) == 20
     for pause, again_s, expected in ((90.0, None, 0), (30.0, None, 30), (90.0, 25.0, 25)):  # the first one compiles
         now[0] += pause
-        pace.paused("evaluation", pause, again_s)
+        clock.paused("evaluation", pause, again_s)
         now[0] += 2
-        pace.stepped()
-        assert pace.left_s(10, {"evaluation": 3}) == 20 + 3 * expected
+        clock.stepped()
+        assert clock.left_s(10, {"evaluation": 3}) == 20 + 3 * expected
+
+
+def test_minutes_count_neither_the_first_step_nor_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They also bound the time left."""
+    now = [100.0]
+    monkeypatch.setattr("drafter.train.clock.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock, budget_s = Clock(1.0), []
+    for seconds in (500, 59, 1):  # loading and compiling; two steps
+        now[0] += seconds
+        clock.stepped()
+        budget_s.append(clock.budget_s)
+        now[0] += 600
+        clock.paused("evaluation", 600.0, free=True)
+    assert budget_s == [60.0, 1.0, 0.0]
+    assert clock.left_s(1000, {}) == 0.0
+    assert Clock(0.0).budget_s == 0
+    assert Clock(None).budget_s == math.inf
 
 
 class Killed(BaseException):
@@ -355,16 +363,9 @@ def test_without_the_checkpoint_of_the_best_step_it_does_not_continue(
 # Recipes
 
 
-def test_a_frozen_embedding_stays(tmp_path: Path) -> None:
-    recipe = dataclasses.replace(RECIPE, steps=2, train_embedding=False, weight_decay=0.1)
-    params = trainer(tmp_path / "run", recipe).run(initial())
-    assert np.array_equal(params.embedding, initial().embedding)
-    assert not np.array_equal(params.lm_head, initial().lm_head)
-
-
 @pytest.mark.slow
-def test_muon_and_clipping_and_bfloat16_train_too(tmp_path: Path) -> None:
-    recipe = dataclasses.replace(RECIPE, optimizer="muon", clip_norm=1.0, compute_dtype="bfloat16")
+def test_muon_and_bfloat16_train_too(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, optimizer="muon", compute_dtype="bfloat16")
     trainer(tmp_path / "run", recipe).run(initial())
     losses = curve(tmp_path / "run")
     assert losses[-1][1] < losses[0][1]
@@ -375,10 +376,9 @@ def test_data_with_and_without_stored_results_of_the_target_train_together() -> 
     stored = {"aux_hidden": np.zeros((7, CONFIG.aux_width), np.float32)}
     with_aux = DocumentSource(pack([dataclasses.replace(document(0, 7), teacher=stored)], RECIPE.width), 1)
     without = DocumentSource(pack([document(1, 7)], RECIPE.width), 1)
-    counts = RECIPE.partition.counts(RECIPE.cod, RECIPE.width)
 
     def teacher(*sources: DocumentSource) -> set[str]:
-        batches = RowBatches(sources, RECIPE, counts)
+        batches = RowBatches(sources, RECIPE)
         return set(batches.at(0).teacher)
 
     assert teacher(with_aux) == {"aux_hidden"}
@@ -393,7 +393,7 @@ def test_a_loss_that_is_not_finite_stops_it_with_the_last_good_step(tmp_path: Pa
     fine = broken.batches
 
     class Breaking:
-        counts, sources, rows_per_step = fine.counts, fine.sources, fine.rows_per_step
+        recipe, sources, rows_per_step = fine.recipe, fine.sources, fine.rows_per_step
 
         def at(self, step: int) -> Any:
             batch = fine.at(step)

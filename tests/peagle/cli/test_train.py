@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 
-from drafter.train.config import Cod, DrafterShape, TrainConfig
 from drafter.train.folder import COMMAND
+from drafter.train.recipe import DrafterShape, Recipe
 from drafter.trained import RECIPE
-from peagle.cli.app import application
-from peagle.cli.command import build_command, read_record, record
+from peagle.cli.command import read_record, record
 from peagle.cli.train import Train
 from peagle.config import LoadConfig
 from tests.support.commands import all_refused, refused, run
 
 GIVEN = Train(
     data=("a:2", "b"),
-    mix="40:1,64:2",
     out="run",
     load=LoadConfig(target="t"),
     steps=9,
@@ -28,52 +26,31 @@ GIVEN = Train(
         kind="eagle-3",
         layers=2,
         hidden_size=8,
-        heads=4,
-        kv_heads=2,
-        head_dim=4,
         mlp_width=16,
         drafter_window="64",
-        mask_token=5,
         mask_hiddens=2,
         draft_vocab="40",
     ),
-    mesh="dp=2",
-    rows=4,
-    learning=TrainConfig(
+    recipe=Recipe(
+        rows=4,
         width=64,
-        cod=Cod(3, 0.5, 0.1),
+        depth=3,
+        ratio=0.5,
         blocks=9,
-        draft_decay=2.5,
         parts=2,
         loss="kl",
         optimizer="muon",
         learning_rate=0.1,
-        other_rate=0.2,
         weight_decay=0.3,
-        warmup_frac=0.4,
-        decay_frac=0.5,
-        clip_norm=0.6,
-        train_embedding=False,
         compute_dtype="bfloat16",
         seed=7,
     ),
     save_every=3,
     evaluate="e.jsonl",
-    evaluate_every=5,
-    evaluate_prompts=6,
     held_out=0.25,
-    num_speculative_tokens=5,
     resume=True,
     quiet=True,
 )
-
-
-def typed(*words: str) -> Train:
-    kind, values = application("train")(
-        ["train", *words], result_action="return_value", print_error=False, exit_on_error=False
-    )
-    command: Train = build_command(kind, values)
-    return command
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -122,35 +99,25 @@ def test_a_record_without_options_is_refused(
 
 
 def test_what_stands_beside_resume_is_named_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    typed = (("--warmup", "0.1"), ("--freeze-embedding",), ("--layers", "3"))
+    typed = (("--ratio", "0.1"), ("--dtype", "bfloat16"), ("--layers", "3"))
     table = [(words, f"leave out {words[0]}, or start a new run") for words in typed]
     all_refused(capsys, ("train", "--out", str(tmp_path), "--resume"), table)
 
 
-def test_a_flag_may_say_the_contrary_of_its_field() -> None:
-    assert typed("--out", "run").learning.train_embedding
-    assert not typed("--out", "run", "--freeze-embedding").learning.train_embedding
-
-
 REFUSED = [
     (("--layers", "0"), "--layers is 0; expected 1 or more"),
-    (("--head-dim", "1"), "--head-dim is 1; expected 2 or more"),
     (("--mask-hiddens", "0"), "--mask-hiddens is 0; expected 1 or more"),
     (("--steps", "1.5"), "--steps is 1.5; expected a valid integer"),
     (("--width", "0"), "--width is 0; expected 3 or more"),
     (("--depth", "0"), "--depth is 0; expected 1 or more"),
     (("--ratio", "2"), "--ratio is 2.0; expected a number above 0 and at most 1"),
-    (("--min-ratio", "nan"), "--min-ratio is nan; expected a number from 0 to 1"),
     (("--learning-rate", "nan"), "--learning-rate is nan; expected a number above 0"),
-    (("--other-rate", "0"), "--other-rate is 0.0; expected a number above 0"),
-    (("--warmup", "2"), "--warmup is 2.0; expected a fraction of the steps"),
-    (("--decay", "0"), "--decay is 0.0; expected a fraction of the steps"),
-    (("--clip", "-1"), "--clip is -1.0; expected a number above 0"),
     (("--held-out", "nan"), "--held-out is nan; expected a fraction from 0 to 0.5"),
     (("--minutes", "0"), "--minutes is 0; expected a number above 0"),
+    (("--weight-decay", "-1"), "--weight-decay is -1.0; expected 0 or more"),
+    (("--parts", "513"), "--parts is 513; expected 1 to 512, the tokens of a row"),
     (("--seed", "-1"), "--seed is -1; expected 0 or more"),
     (("--aux-layer-ids", "a,b"), "--aux-layer-ids is 'a,b'; expected layers with commas between them"),
-    (("-k", "0"), "-k is 0; expected 1 to 128 drafted tokens"),
 ]
 
 

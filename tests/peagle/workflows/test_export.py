@@ -167,8 +167,8 @@ def test_export_warns_of_what_others_cannot_load(
 
 
 def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(tmp_path: Path) -> None:
-    recipe = {"steps": 9, "width": 32, "optimizer": "adamw", "loss": "half", "cod": {"depth": 3, "ratio": 0.8}}
-    record = {"recipe": recipe, "rows_per_step": 2, "data": {"documents": 5, "tokens": 99}}
+    recipe = {"rows": 2, "width": 32, "optimizer": "adamw", "loss": "half", "depth": 3, "ratio": 0.8}
+    record = {"steps": 9, "recipe": recipe, "data": {"documents": 5, "tokens": 99}}
     (tmp_path / RECIPE).write_text(json.dumps(record))
     counts = {"num_outputs": 3, "num_outputs_without_loops": 3, "num_speculative_tokens": 7}
     kinds = ("acceptance_length", "acceptance_length_without_loops", "acceptance_length_at_temperature_1")

@@ -16,7 +16,7 @@ from tests.support.pairs import Directories
 from tests.support.trainers import keep_programs
 
 PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
-SMALL = "--steps 4 --aux-layer-ids 0,1,2 --width 32 --depth 3 --rows 2 --layers 1 --heads 4 --mlp-width 16"
+SMALL = "--steps 4 --aux-layer-ids 0,1,2 --width 32 --depth 3 --rows 2 --layers 1 --mlp-width 16"
 
 
 def train(target: Path, data: object, out: Path, *more: object) -> list[str]:

@@ -1,15 +1,12 @@
 """What a training says about itself: when its time is over, how it goes, and what to try next."""
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from drafter.train.trainer import Deadline
 from peagle.cli.training import describe_log_line
 from peagle.workflows.training import planned_steps
 from peagle.workflows.training_advice import memorised_data, no_gain, weak_drafter
@@ -115,21 +112,6 @@ def test_every_depth_of_a_curve_has_its_colour(tmp_path: Path, curves: Callable[
     log = [{"step": step, "loss": 3.0 - step, "hits_by_depth": [0.1 * step] * depths} for step in (1, 2)]
     drawn = Path(curves(log, tmp_path)).read_text(encoding="utf-8")
     assert len(set(re.findall(r"fill: none; stroke: (#\w{6}); stroke-width: 1.5", drawn))) == depths
-
-
-def test_a_deadline_counts_neither_the_first_step_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("drafter.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    deadline, left_s = Deadline(1.0), []
-    for seconds in (500, 59, 1):  # loading and compiling; two steps
-        now[0] += seconds
-        deadline.begin()
-        left_s.append(deadline.left_s)
-        now[0] += 600  # of an evaluation
-        deadline.paused(600.0)
-    assert left_s == [60.0, 1.0, 0.0]
-    assert Deadline(0.0).left_s == 0
-    assert Deadline(None).left_s == math.inf
 
 
 def test_held_out_losses_take_their_part_of_the_minutes() -> None:

@@ -103,7 +103,8 @@ def test_from_data_to_a_drafter_that_runs(
     lab: Lab, curves: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peagle.cli.training.draw", curves)
-    evaluation = f"--evaluate {lab.prompts} --evaluate-every 2 -k 3"
+    monkeypatch.setattr("peagle.workflows.training.LEAST_BETWEEN_EVALUATIONS", 2)
+    evaluation = f"--evaluate {lab.prompts}"
     expect_all(
         lab.train(evaluation),
         "held out: the answers to --evaluate; ",
@@ -136,7 +137,7 @@ def test_what_was_learnt_by_heart_is_drafted_right(lab: Lab, kind: str) -> None:
     prompt = write_prompts(lab.root / "prompt.jsonl", PROMPTS[0])
     lab.run(0, f"data --target {lab.target} --prompt-file {prompt} --out {data} -n {num_tokens}")
     rows = f"--width {len(PROMPTS[0]) + num_tokens} --depth {k} --ratio 1 --rows 1 --aux-layer-ids 0,1,2 --layers 1"
-    rates = "--steps 120 --optimizer muon --learning-rate 0.02 --other-rate 0.01 --decay 0.5"
+    rates = "--steps 120 --optimizer muon --learning-rate 0.02"
     lab.run(0, f"train --target {lab.target} --data {data} --out {lab.out}", rows, rates, kind)
     pair = peagle.loading.load.load(lab.target, lab.out / "drafter")
     engine = pair.engine(pair.engine_config(k, context=128))
@@ -199,7 +200,7 @@ def test_a_dflash_drafter_is_trained_written_and_trained_again(lab: Lab) -> None
     assert (recipe["recipe"]["blocks"], recipe["recipe"]["draft_decay"]) == (6, 4.0)
     assert recipe["drafter"]["num_target_layers"] == 3
     assert config["architectures"] == ["DFlashDraftModel"]
-    assert config["block_size"] == recipe["recipe"]["cod"]["depth"] + 1
+    assert config["block_size"] == recipe["recipe"]["depth"] + 1
     assert json.loads((drafter / "speculation.json").read_text()) == {"drafter_window": 8}
     assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(drafter / "model.safetensors").keys()
     assert "# DFlash drafter" in card_of(lab.out)
@@ -234,41 +235,25 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(lab: L
 # What cannot be
 
 REFUSED = [
-    ("--loss hinge", "--loss is 'hinge'; expected one of"),
     ("--width 8", "longer than the 8 tokens of a row, the longest"),
-    ("--rows 0", "--rows is 0; expected a multiple of 1"),
+    ("--rows 0", "--rows is 0; expected 1 or more"),
     ("--rows 4 --data {data}:3 --data {data}:4", "--rows is 4; expected a multiple of 8"),
-    ("--mask-token 17", "the mask token 17 is in use: 1 of the data's "),
-    ("--mask-token 400", "mask token 400 lies outside"),
     ("--aux-layer-ids 0,1,9", "--aux-layer-ids names the output of layer 9; expected 0..2"),
     ("--aux-layer-ids 0,1,1", "--aux-layer-ids is 0,1,1; expected each layer once"),
-    ("--drafter eagle-3 --mask-token 4", "an EAGLE-3 drafter has no mask slots"),
+    ("--drafter eagle-3 --mask-hiddens 2", "--mask-hiddens is 2; expected 1 to 1"),
     ("--drafter medusa", "--drafter is 'medusa'; expected"),
     ("--drafter dflash --hidden-size 8", "--hidden-size is 8; expected the target's 64"),
     ("--drafter dflash --draft-vocab 9", "a DFlash drafter has its target's head"),
-    ("--drafter dflash --mask-hiddens 2", "a DFlash drafter has no mask hiddens"),
+    ("--drafter dflash --mask-hiddens 2", "--mask-hiddens is 2; expected 1 to 1"),
     ("--drafter dflash --depth 1", "--depth is 1; expected 2 or more"),
-    ("--drafter dflash --evaluate missing.jsonl", "-k is 7; expected at most 3, since a block"),
     ("--blocks 4", "--blocks is given, and a P-EAGLE drafter has none"),
-    ("--draft-decay 4", "--draft-decay is given, and a P-EAGLE drafter has none"),
-    ("--draft-decay 0", "--draft-decay is 0.0; expected a number above 0"),
-    ("--parts 99", "99 parts of a sequence of 32"),
+    ("--parts 99", "--parts is 99; expected 1 to 32"),
     ("--drafter-window 3", "--drafter-window is 3; expected 4 or more, for the drafts of --depth 3"),
     ("--drafter-window wide", "--drafter-window is 'wide'; expected"),
     (f"--drafter-window {9**9}", f"the target has {MAX_POSITIONS} positions, so it would hide nothing"),
     ("--drafter-window 8 --parts 3", "--parts is 3, and does not divide the 32 tokens of --width"),
-    ("--mix 32", "--mix is '32'; expected ascending lengths"),
-    ("--mix 32:2,8:1", "--mix is '32:2,8:1'; expected ascending lengths"),
-    ("--mix 20:2,32:1", "--rows is 2; expected a multiple of 3, the sum of the shares of --mix"),
-    ("--mix 1:1,32:1", "no document of 1 to 1 tokens is there to train on: the longest has 26"),
-    ("--mix 64:1", "--mix names documents of 64 tokens; expected at most --width, 32"),
-    ("--mix 8:1", "--mix ends at 8 tokens, and the longest document has 26"),
     ("--width 512", "a row has 512 tokens (--width), and all of the data"),
-    ("--heads 5", "5 query heads do not divide"),
-    ("--weight-decay -1", "--weight-decay is -1.0; expected 0 or more"),
-    ("--minutes 0", "--minutes is 0; expected a number above 0"),
-    ("--minutes nan", "--minutes is nan; expected a number above 0"),
-    ("--mask-hiddens 3", "--mask-hiddens is 3; expected 1..2"),
+    ("--mask-hiddens 3", "--mask-hiddens is 3; expected 1 to 2"),
     ("--data missing", "cannot be read"),
     ("--init {drafter} --drafter eagle-3", "is a P-EAGLE drafter; leave out --drafter"),
     ("--init {drafter} --layers 3", "--layers asks for 3, but --init {drafter} has 2"),
@@ -389,12 +374,12 @@ def test_a_training_goes_on_after_ctrl_c_to_the_same_bits_and_takes_more_steps(
         assert same_weights(out, trained)
     lab.resume("--steps 6")
     record = recipe_of(lab.out)
-    assert (record["recipe"]["steps"], record["continued"]) == (6, [{"at": 4, "steps_before": 4}])
+    assert (record["steps"], record["continued"]) == (6, [{"at": 4, "steps_before": 4}])
     assert steps_of(lab.out) == [2, 4, 6]
     assert "6 steps of 2 rows" in card_of(lab.out)
 
 
-@pytest.mark.parametrize("part", ["command", "rows_per_step"])
+@pytest.mark.parametrize("part", ["command", "steps"])
 def test_a_recipe_without_a_part_is_refused_without_resume_too(lab: Lab, trained: Path, part: str) -> None:
     out = Path(shutil.copytree(trained, lab.out))
     recipe = json.loads((out / "recipe.json").read_text())
@@ -457,7 +442,7 @@ def test_a_training_goes_on_from_any_folder_with_files_that_have_moved(
 
 def test_a_training_from_a_drafter_measures_it(lab: Lab) -> None:
     """As step 0, by loss and by acceptance length, before the first step; the card names both temperatures."""
-    more = f"--init {lab.drafter} {FROM_DRAFTER} --steps 2 --evaluate {lab.prompts} --evaluate-every 0 -k 3"
+    more = f"--init {lab.drafter} {FROM_DRAFTER} --steps 2 --evaluate {lab.prompts}"
     messages = lab.train(more)
     assert messages.index("step 0: held out: loss") < messages.index("step 0: acceptance length")
     assert messages.index("step 0: acceptance length") < messages.index("step 2 of 2")
@@ -512,7 +497,7 @@ def test_repeated_prompts_are_told(lab: Lab, no_step: str, num_prompts: int, say
 def test_the_answers_to_evaluate_are_held_out(lab: Lab, taught: Path, request: pytest.FixtureRequest) -> None:
     """Without documents kept back, though the data hold what the target says; the drafter that runs has it inside."""
     others = write_prompts(lab.root / "others.jsonl", [8, 8, 8], [30, 40])
-    evaluation = f"--evaluate-every 0 -k 3 --steps 2 --evaluate {others}"
+    evaluation = f"--steps 2 --evaluate {others}"
     held_out, known = "held out: the answers to --evaluate; the step that is best on them", "are in the data, too"
     messages = lab.train(evaluation, data=taught)
     assert held_out in messages
@@ -547,8 +532,8 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert too_few in minutes(lab, 0.5, code=2)
     assert not lab.out.exists()
     with monkeypatch.context() as patch:
-        left_s = property(lambda deadline: 180.0 if deadline._end is None else 0.0)
-        patch.setattr("drafter.train.trainer.Deadline.left_s", left_s)
+        budget_s = property(lambda clock: 180.0 if clock._end is None else 0.0)
+        patch.setattr("drafter.train.clock.Clock.budget_s", budget_s)
         messages = minutes(lab, 3)
     expect_all(
         messages,
@@ -563,7 +548,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     continues = lab.root / "continues"
     shutil.copytree(trained, continues)
     lab.resume("--minutes 2", out=continues)  # .9 of it: three steps
-    assert recipe_of(continues)["recipe"]["steps"] == 4 + 3
+    assert recipe_of(continues)["steps"] == 4 + 3
 
 
 @pytest.mark.parametrize(
@@ -589,8 +574,8 @@ def test_minutes_choose_the_recipe_by_the_steps_that_fit(
     places = [messages.index(part) for part in ("recipe: ", says, "training steps 1 to", no_step)]
     assert places == sorted(places)
     assert no_step in lab.resume("--steps 9999 --minutes 3", code=2)
-    record = recipe_of(lab.out)["recipe"]
-    assert (record["optimizer"], record["learning_rate"], record["steps"]) == (*recipe, 9999)
+    record = recipe_of(lab.out)
+    assert (record["recipe"]["optimizer"], record["recipe"]["learning_rate"], record["steps"]) == (*recipe, 9999)
 
 
 # The folder of a training
@@ -614,7 +599,7 @@ def test_a_target_is_written_as_others_find_it(lab: Lab, monkeypatch: pytest.Mon
     (lab.root / "target").symlink_to(lab.target)
     (lab.root / "elsewhere").mkdir()
     monkeypatch.chdir(lab.root)
-    lab.train("--steps 1", target=Path("target"), out=Path("run"))
+    lab.train("--steps 1 --hidden-size 48", target=Path("target"), out=Path("run"))  # a multiple of its heads
     monkeypatch.chdir(lab.root / "elsewhere")
     for dialect in ("vllm", "speculators"):
         lab.run(0, f"export ../run/drafter --out {dialect} --dialect {dialect}")
