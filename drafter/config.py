@@ -1,31 +1,13 @@
 """The geometry of a drafter, which dialects.py reads from a config.json."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
+from drafter.aux_layers import check_aux_layer_ids
 from peagle.base.errors import InputError
 from peagle.ops.rope import RopeConfig
 
 Kind = Literal["P-EAGLE", "EAGLE-3", "DFlash"]
-
-
-def check_aux_layer_ids(ids: Sequence[int], num_aux_layers: int, who: str, field: str | None = None) -> None:
-    """Raise InputError for aux layers that a drafter cannot read. who: where the ids come from; field: of the error."""
-    if len(ids) != num_aux_layers:
-        raise InputError(
-            f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_aux_layers}; expected one id "
-            "for each",
-            field,
-        )
-    if len(set(ids)) < len(ids):
-        raise InputError(
-            f"{who} names the outputs of layers {list(ids)}, one of them twice; expected each layer once, since other "
-            "servers read each once: train it on distinct layers",
-            field,
-        )
-    if any(layer < 0 for layer in ids):
-        raise InputError(f"{who} names the outputs of layers {list(ids)}; expected 0 or more each", field)
 
 
 @dataclasses.dataclass(frozen=True)

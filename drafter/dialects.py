@@ -1,4 +1,4 @@
-"""Read how public drafters spell their config.json and name their tensors. Reads no weights.
+"""Read and write how public drafters spell their config.json. Reads no weights. Their tensors' names: tensors.py.
 
 This project writes two layouts. Public files mix their parts, so each part is recognised by itself:
 
@@ -10,7 +10,7 @@ This project writes two layouts. Public files mix their parts, so each part is r
     model_type         of Llama; SpecForge writes the target's
 
 An EAGLE-3 drafter has neither a mask token nor `mask_hidden`; only it has `norm_output`. SGLang, SpecForge and ModelOpt
-name aux layers in `eagle_config` (`NamedAuxLayers`). Windows are `sliding_window` beside `layer_types` in the geometry;
+name aux layers in `eagle_config` (aux_layers.py). Windows are `sliding_window` beside `layer_types` in the geometry;
 without layer_types a sliding_window is ignored, as in vLLM. `d2t` maps draft ids to the target's by offsets; `t2d`
 marks the same tokens. A `mask_hidden` of more than one vector is this project's own extension (`refused_by`).
 
@@ -23,13 +23,24 @@ Sources: vllm llama_eagle3.py, qwen3_dflash.py; speculators models/peagle, model
 SpecForge scripts/train_peagle.py.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from drafter.config import DrafterConfig, check_aux_layer_ids
+from drafter.aux_layers import (
+    AUX_LAYER_IDS,
+    DFLASH_CONFIG,
+    EAGLE_CONFIG,
+    NESTED,
+    TARGET_LAYER_IDS,
+    TOP_AUX_LAYERS,
+    NamedAuxLayers,
+    check_aux_layer_ids,
+    named_aux_layers,
+)
+from drafter.config import DrafterConfig
+from drafter.tensors import FC, LM_HEAD, MASK_HIDDEN
 from peagle.base.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json
 from peagle.base.errors import InputError
 from peagle.base.settings import Key, brief, flag, mapping, naming, number, read_keys, refuse_others, render_keys, whole
@@ -43,17 +54,12 @@ PREFIX = "model."
 PEAGLE_CONFIG = "peagle_config.json"
 # by key of peagle_config.json, the keys of config.json that say the same; its other keys are of the training
 OF_PEAGLE_CONFIG = {"mask_token_id": MASK_TOKEN_KEYS, "norm_before_residual": ("norm_before_residual",)}
-NESTED, EAGLE_CONFIG, DFLASH_CONFIG = "transformer_layer_config", "eagle_config", "dflash_config"
-AUX_LAYER_IDS, TARGET_LAYER_IDS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of P-EAGLE and EAGLE-3
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 SPECULATORS = {"peagle": "PEagleSpeculator", "eagle3": "Eagle3Speculator"}  # speculators_model_type: architecture
 DEFAULT_DRAFTS = {"peagle": 7, "eagle3": 3}  # K in a speculators config, for other servers
 VLLM, PACKAGE = "vLLM", "the speculators package"  # other loaders of drafters
-
-EMBEDDING, LM_HEAD, FC, MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
-DRAFT_TO_TARGET, IN_DRAFT_VOCAB = "d2t", "t2d"
 
 _GEOMETRY = (
     Key("hidden_size", "hidden_size", whole),
@@ -71,83 +77,29 @@ _SETTINGS = (
     Key("norm_before_residual", "norm_before_residual", flag, False),
 )
 # settings that change the result and have one supported value: (key, supported, its meaning)
-_FIXED = (
+_FIXED_OF_ALL = (
     ("hidden_act", "silu", "a SiLU MLP"),
-    ("is_causal", True, "causal attention"),
     ("logit_scale", 1.0, "unscaled logits"),
     ("partial_rotary_factor", 1.0, "heads rotated as a whole"),
-    ("use_aux_hidden_state", True, "aux hidden states"),
     ("quantization_config", None, "plain weights"),
 )
+_AUX = ("use_aux_hidden_state", True, "aux hidden states")
+_FIXED = (*_FIXED_OF_ALL, ("is_causal", True, "causal attention"), _AUX)
 _FIXED_OF_DFLASH = (
-    ("hidden_act", "silu", "a SiLU MLP"),
+    *_FIXED_OF_ALL,
     ("mlp_bias", False, "an MLP without biases"),
     ("use_sliding_window", False, "full attention"),
     ("use_swa", False, "full attention"),
-    ("logit_scale", 1.0, "unscaled logits"),
     ("final_logit_softcapping", None, "unscaled logits"),
-    ("partial_rotary_factor", 1.0, "heads rotated as a whole"),
-    ("quantization_config", None, "plain weights"),
     ("draft_vocab_size", None, "the target's vocabulary, by its head"),
 )
 _FIXED_IN_DFLASH = (  # in dflash_config
     ("causal", False, "a block whose rows see each other"),
     ("use_swa", False, "full attention"),
-    ("use_aux_hidden_state", True, "aux hidden states"),
+    _AUX,
 )
 _DFLASH_NUMBERS = {"mask_token_id": True, "block_size": True, "num_target_layers": False}  # whether they are required
 _SWA_WINDOW = "swa_window_size"  # in dflash_config; of no effect without use_swa
-
-
-class Leaf(NamedTuple):
-    """A parameter as files hold it: these tensors, with their outputs concatenated."""
-
-    field: str
-    names: tuple[str, ...]
-    outputs: tuple[int, ...]
-    inputs: int | None = None  # None: vectors
-
-
-def own_leaves(config: DrafterConfig) -> list[Leaf]:
-    """List the parameters outside the layers, except embedding, head, mask_hidden and d2t."""
-    leaves = [
-        Leaf("fc", (FC,), (config.hidden_size,), config.aux_width),
-        Leaf("norm", ("norm.weight",), (config.hidden_size,)),
-    ]
-    if config.kind == "DFlash":
-        leaves.append(Leaf("hidden_norm", ("hidden_norm.weight",), (config.hidden_size,)))
-    elif config.aux_norm == "joint":
-        leaves.append(Leaf("aux_norm", ("input_norm.weight",), (config.aux_width,)))
-    elif config.aux_norm == "per_layer":
-        names = tuple(f"fc_norm.{i}.weight" for i in range(config.num_aux_layers))
-        leaves.append(Leaf("aux_norm", names, (config.target_hidden_size,) * len(names)))
-    return leaves
-
-
-def layer_leaves(config: DrafterConfig, layer: int, first_layer: str) -> list[Leaf]:
-    """List the parameters of a layer. first_layer: the prefix of layer 0."""
-    c, prefix = config, first_layer if layer == 0 else f"layers.{layer}"
-    width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-
-    def norm(field: str, name: str, size: int = c.hidden_size) -> Leaf:
-        return Leaf(field, (f"{prefix}.{name}.weight",), (size,))
-
-    leaves = [norm("norm", "input_layernorm"), norm("mlp_norm", "post_attention_layernorm")]
-    if layer == 0 and c.kind != "DFlash":
-        leaves.append(norm("hidden_norm", "hidden_norm"))
-    if c.qk_norm:
-        leaves += [norm(f"{x}_norm", f"self_attn.{x[0]}_norm", c.head_dim) for x in ("query", "key")]
-    for field, modules, outputs, inputs, biased in (
-        ("qkv", ("q_proj", "k_proj", "v_proj"), (width, kv_width, kv_width), c.layer_input(layer), c.attention_bias),
-        ("out", ("o_proj",), (c.hidden_size,), width, c.attention_bias),
-        ("gate_up", ("gate_proj", "up_proj"), (c.mlp_width,) * 2, c.hidden_size, c.mlp_bias),
-        ("down", ("down_proj",), (c.hidden_size,), c.mlp_width, c.mlp_bias),
-    ):
-        names = [f"{prefix}.{'self_attn' if field in ('qkv', 'out') else 'mlp'}.{module}" for module in modules]
-        leaves.append(Leaf(field, tuple(f"{name}.weight" for name in names), outputs, inputs))
-        if biased:
-            leaves.append(Leaf(f"{field}_bias", tuple(f"{name}.bias" for name in names), outputs))
-    return leaves
 
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
@@ -204,76 +156,6 @@ def first_layer_of(checkpoint: Checkpoint) -> str:
     return prefixes[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class NamedAuxLayers:
-    """Aux layers as one key of a config.json names them.
-
-    The key decides the meaning of an id. In `eagle_config` id i is the OUTPUT of layer i, as SpecForge and SGLang write
-    and read it (vLLM ignores that key); in `dflash_config` it is the output in all projects. At the top, or in a
-    speculators drafter's geometry, id i is the INPUT of layer i, which is the output of layer i - 1, as vLLM reads it.
-    Example: inputs [2, 12, 21] are outputs (1, 11, 20).
-    """
-
-    key: str
-    ids: tuple[int, ...]
-    are_outputs: bool
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """The target's 0-based layers, by output. Raises InputError if an id names no layer's output."""
-        first = self.written((0,))[0]
-        if any(layer < first for layer in self.ids):
-            hint = "" if self.are_outputs else " (id i is layer i's input, and that of layer 0 is no layer's output)"
-            raise InputError(
-                f"{self.key} is {list(self.ids)}; expected {first} or more each{hint}: write the ids it was trained "
-                "with, or give its outputs with --aux-layer-ids"
-            )
-        return tuple(layer - first for layer in self.ids)
-
-    def written(self, outputs: Sequence[int]) -> list[int]:
-        """Return the ids that mean these outputs under this key."""
-        return [layer if self.are_outputs else layer + 1 for layer in outputs]
-
-    @property
-    def certain(self) -> bool:
-        """Whether all projects write and read the key's ids alike."""
-        return self.key.startswith(DFLASH_CONFIG)
-
-    @property
-    def meaning(self) -> str:
-        """How the ids are read, and why, for messages."""
-        if self.certain:
-            return "outputs, as DFlash's authors and vLLM read them there"
-        if self.are_outputs:
-            return "outputs, as SpecForge and SGLang write them there"
-        return "inputs, each the output of the layer before, as vLLM reads them there"
-
-
-TOP_AUX_LAYERS = NamedAuxLayers(AUX_LAYER_IDS, (), are_outputs=False)  # the key to write if a config.json has none
-
-
-def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
-    """List the keys of a config.json that name aux layers; the first is used.
-
-    Raises InputError if the ids are not a list of numbers.
-    """
-    places = (
-        ("", AUX_LAYER_IDS, False),
-        (NESTED, AUX_LAYER_IDS, False),
-        (EAGLE_CONFIG, AUX_LAYER_IDS, True),
-        (DFLASH_CONFIG, TARGET_LAYER_IDS, True),
-    )
-    named = []
-    for place, name, are_outputs in places:
-        key = f"{place}.{name}" if place else name
-        ids = (mapping(config, place) if place else config).get(name) or ()
-        if not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
-            raise InputError(f"{key} is {brief(ids)}; expected a list of layers, as [2, 12, 21]")
-        if ids:
-            named.append(NamedAuxLayers(key, tuple(ids), are_outputs))
-    return named
-
-
 def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = None) -> DrafterConfig:
     """Read the DrafterConfig from config.json and tensor shapes (head geometry, width of aux_hidden).
 
@@ -293,19 +175,17 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
         if settings.get("tie_word_embeddings") and not checkpoint.has(LM_HEAD):
             raise InputError(f"tie_word_embeddings is true, which is not supported; store {LM_HEAD}")
         fields = read_keys(_GEOMETRY, geometry)
-        named = named_aux_layers(config)[:1]
-        outputs = tuple(aux_layer_ids) if aux_layer_ids is not None else named[0].outputs if named else None
+        named, outputs = _aux_layers(config, aux_layer_ids)
         num_aux_layers = whole(settings, "num_aux_hidden_states", len(outputs) if outputs else 3)
-        if aux_layer_ids is None and named and len(named[0].ids) != num_aux_layers:
+        if aux_layer_ids is None and named and len(named.ids) != num_aux_layers:
             raise InputError(
-                f"{named[0].key} is {list(named[0].ids)}, and num_aux_hidden_states {num_aux_layers}; expected one "
+                f"{named.key} is {list(named.ids)}, and num_aux_hidden_states {num_aux_layers}; expected one "
                 "id for each"
             )
         named_size = whole(settings, "target_hidden_size", 0, least=0)
     if aux_layer_ids is not None:
         check_aux_layer_ids(aux_layer_ids, num_aux_layers, "--aux-layer-ids", "aux_layer_ids")
     aux_width = checkpoint.shape(FC)[-1]
-    query_width, key_width = (checkpoint.shape(f"{first_layer}.self_attn.{x}_proj.weight")[0] for x in "qk")
     mask_shape = checkpoint.shape(MASK_HIDDEN) if parallel else ()
     if aux_width != num_aux_layers * (named_size or aux_width // num_aux_layers):
         size = f"target_hidden_size {named_size}" if named_size else "a target"
@@ -314,19 +194,16 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
             f"{size}: check {AUX_LAYER_IDS} and target_hidden_size"
         )
     with naming(path):
-        head_dim = whole(geometry, "head_dim", query_width // fields["num_heads"])
+        attention = _attention(checkpoint, geometry, _with_outer_rope(geometry, config), first_layer)
         fields |= read_keys(_SETTINGS, settings, draft_vocab_size=fields["vocab_size"])
         joint, per_layer = flag(settings, "norm_before_fc"), flag(settings, "fc_norm")
         if joint and per_layer:
             raise InputError("both norm_before_fc and fc_norm are true; expected one of them at most")
-        positions = geometry.get("max_position_embeddings")
         return DrafterConfig(
             **fields,
-            num_kv_heads=whole(geometry, "num_key_value_heads", key_width // head_dim),
-            head_dim=head_dim,
+            **attention,
             target_hidden_size=aux_width // num_aux_layers,
             mask_token_id=mask_token_id,
-            rope=parse_rope(head_dim, _with_outer_rope(geometry, config), default_theta=10000.0),
             num_aux_layers=num_aux_layers,
             aux_layer_ids=outputs,
             qk_norm=qk_norm,
@@ -334,9 +211,31 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
             norm_output=flag(settings, "norm_output") and not parallel,
             # M of [1, M, A]; any other shape holds one vector
             num_mask_hiddens=mask_shape[1] if len(mask_shape) == 3 and mask_shape[0] == 1 else 1,
-            max_positions=None if positions is None else whole(geometry, "max_position_embeddings"),
             windows=_windows(geometry, fields["num_layers"]),
         )
+
+
+def _aux_layers(
+    config: Mapping[str, Any], typed: Sequence[int] | None
+) -> tuple[NamedAuxLayers | None, tuple[int, ...] | None]:
+    """Return (the aux layers as config.json names them, the outputs to read: the typed ones, if any)."""
+    named = next(iter(named_aux_layers(config)), None)
+    return named, tuple(typed) if typed is not None else None if named is None else named.outputs
+
+
+def _attention(
+    checkpoint: Checkpoint, geometry: Mapping[str, Any], rope: Mapping[str, Any], first_layer: str
+) -> dict[str, Any]:
+    """Read the geometry of attention; without a setting its tensors' shapes tell."""
+    query_width, key_width = (checkpoint.shape(f"{first_layer}.self_attn.{x}_proj.weight")[0] for x in "qk")
+    head_dim = whole(geometry, "head_dim", query_width // whole(geometry, "num_attention_heads"))
+    positions = geometry.get("max_position_embeddings")
+    return {
+        "head_dim": head_dim,
+        "num_kv_heads": whole(geometry, "num_key_value_heads", key_width // head_dim),
+        "rope": parse_rope(head_dim, rope, default_theta=10000.0),
+        "max_positions": None if positions is None else whole(geometry, "max_position_embeddings"),
+    }
 
 
 def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier: str | None = None) -> dict[str, Any]:
@@ -347,18 +246,7 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
     """
     if config.kind == "DFlash":
         return _render_dflash(config, dialect, dtype)
-    geometry: dict[str, Any] = {
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        **render_keys(_GEOMETRY, config),
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "num_aux_hidden_states": config.num_aux_layers,
-        **render_rope(config.rope),
-    }
-    if config.max_positions is not None:
-        geometry["max_position_embeddings"] = config.max_positions
+    geometry = _render_geometry(config, _GEOMETRY) | {"num_aux_hidden_states": config.num_aux_layers}
     if config.narrowest_window is not None:
         geometry |= _render_windows(config)
     common: dict[str, Any] = {
@@ -436,18 +324,10 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
                 "sliding attention is not supported, since other servers make it causal"
             )
         numbers = {key: _agreed(config, own, key, needed) for key, needed in _DFLASH_NUMBERS.items()}
-        named = named_aux_layers(config)[:1]
-        outputs = tuple(aux_layer_ids) if aux_layer_ids is not None else named[0].outputs if named else None
+        named, outputs = _aux_layers(config, aux_layer_ids)
         size, aux_width = fields["hidden_size"], checkpoint.shape(FC)[-1]
-        num_aux_layers = len(named[0].ids) if named else max(1, aux_width // size)
-        positions = config.get("max_position_embeddings")
-        query_width, key_width = (checkpoint.shape(f"layers.0.self_attn.{x}_proj.weight")[0] for x in "qk")
-        head_dim = whole(config, "head_dim", query_width // fields["num_heads"])
-        geometry: dict[str, Any] = {
-            "num_kv_heads": whole(config, "num_key_value_heads", key_width // head_dim),
-            "rope": parse_rope(head_dim, config, default_theta=10000.0),
-            "max_positions": None if positions is None else whole(config, "max_position_embeddings"),
-        }
+        num_aux_layers = len(named.ids) if named else max(1, aux_width // size)
+        attention = _attention(checkpoint, config, config, "layers.0")
     if aux_layer_ids is not None:
         check_aux_layer_ids(aux_layer_ids, num_aux_layers, "--aux-layer-ids", "aux_layer_ids")
     if aux_width != num_aux_layers * size:
@@ -459,8 +339,7 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
         return DrafterConfig(
             **fields,
             **numbers,
-            **geometry,
-            head_dim=head_dim,
+            **attention,
             target_hidden_size=size,
             draft_vocab_size=fields["vocab_size"],
             num_aux_layers=num_aux_layers,
@@ -503,33 +382,30 @@ def _render_dflash(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[
     own: dict[str, Any] = {"mask_token_id": config.mask_token_id}
     if config.aux_layer_ids is not None:
         own[TARGET_LAYER_IDS] = list(config.aux_layer_ids)
-    rendered = {
+    number = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
+    return {
         "architectures": [DFLASH_ARCHITECTURE],
         "dtype": dtype,
-        "model_type": "qwen3",  # its layers are Qwen3's
-        **render_keys([key for key in _GEOMETRY if key.field != "mlp_bias"], config),
+        **_render_geometry(config, [key for key in _GEOMETRY if key.field != "mlp_bias"]),
+        "layer_types": [FULL] * config.num_layers,
+        "block_size": config.block_size,
+        DFLASH_CONFIG: own,
+        **number,
+    }
+
+
+def _render_geometry(config: DrafterConfig, keys: Sequence[Key]) -> dict[str, Any]:
+    positions = {} if config.max_positions is None else {"max_position_embeddings": config.max_positions}
+    return {
+        "model_type": "qwen3" if config.qk_norm else "llama",  # whose layers these are
+        **render_keys(keys, config),
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "layer_types": [FULL] * config.num_layers,
         **render_rope(config.rope),
-        "block_size": config.block_size,
-        DFLASH_CONFIG: own,
+        **positions,
     }
-    optional = {"max_position_embeddings": config.max_positions, "num_target_layers": config.num_target_layers}
-    return rendered | {key: value for key, value in optional.items() if value is not None}
-
-
-def default_dflash_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Return the aux layers, by output, of a DFlash drafter of num_layers whose config.json names none.
-
-    Example: 5 layers over a target of 36 read 1, 9, 17, 25, 33.
-    """
-    if num_layers == 1:
-        return (num_target_layers // 2,)
-    last = num_target_layers - 4
-    return tuple(round(1 + place * last / (num_layers - 1)) for place in range(num_layers))
 
 
 def _mask_token_id(config: Mapping[str, Any], parallel: bool) -> int | None:

@@ -1,4 +1,4 @@
-"""Read and write drafter checkpoints: tensors to parameters and back, by the tables in dialects.py.
+"""Read and write drafter checkpoints: tensors to parameters and back, by the tables in tensors.py and dialects.py.
 
 A file loads whole or not at all: an error names every tensor that is left over, every parameter that is missing, and
 every setting that would change the result and is not supported.
@@ -17,24 +17,26 @@ from jax.typing import DTypeLike
 
 from drafter.config import DrafterConfig
 from drafter.dialects import (
-    DRAFT_TO_TARGET,
-    EMBEDDING,
-    FC,
     FIRST_LAYERS,
-    IN_DRAFT_VOCAB,
-    LM_HEAD,
-    MASK_HIDDEN,
     Dialect,
-    Leaf,
     first_layer_of,
     is_dflash_config,
-    layer_leaves,
     open_drafter,
-    own_leaves,
     parse_config,
     render_config,
 )
 from drafter.params import DrafterLayerParams, DrafterParams
+from drafter.tensors import (
+    DRAFT_TO_TARGET,
+    EMBEDDING,
+    FC,
+    IN_DRAFT_VOCAB,
+    LM_HEAD,
+    MASK_HIDDEN,
+    Leaf,
+    layer_leaves,
+    own_leaves,
+)
 from peagle.base.checkpoint import Checkpoint, write_checkpoint
 from peagle.base.errors import InputError, InputWarning
 from peagle.base.memory import to_device

@@ -45,7 +45,8 @@ class Info:
 
     def run(self) -> int:
         """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code."""
-        from drafter.dialects import is_drafter_config, named_aux_layers
+        from drafter.aux_layers import named_aux_layers
+        from drafter.dialects import is_drafter_config
         from drafter.load import inspect_drafter, map_warning
         from peagle.base.checkpoint import CONFIG, read_json
         from peagle.loading.checkpoints import another_target

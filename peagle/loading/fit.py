@@ -13,8 +13,8 @@ from peagle.config import AUTO, check_block
 from peagle.loading.speculation import OFF, SPECULATION_FILE, read_window
 
 if TYPE_CHECKING:
+    from drafter.aux_layers import NamedAuxLayers
     from drafter.config import DrafterConfig
-    from drafter.dialects import NamedAuxLayers
     from target.config import TargetConfig
 
 
@@ -59,7 +59,8 @@ def fitting_aux_layers(
     aux_layer_ids: Sequence[int] | None = None,
 ) -> AuxLayers:
     """See `check_fit`. target_name, drafter_name: for messages."""
-    from drafter.dialects import TOP_AUX_LAYERS, default_dflash_layers, named_aux_layers, parse_config
+    from drafter.aux_layers import TOP_AUX_LAYERS, default_dflash_layers, named_aux_layers
+    from drafter.dialects import parse_config
     from drafter.load import shared_tensors
     from target.config import default_aux_layer_ids
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from drafter.aux_layers import named_aux_layers
 from drafter.config import DrafterConfig
-from drafter.dialects import named_aux_layers
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.propose import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage

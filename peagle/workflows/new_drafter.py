@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drafter.aux_layers import default_dflash_layers
 from drafter.config import DrafterConfig, Kind
-from drafter.dialects import default_dflash_layers, open_drafter
+from drafter.dialects import open_drafter
 from drafter.load import inspect_drafter, load_drafter, shared_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.train.recipe import DrafterShape, KindName

@@ -10,18 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter import reference
+from drafter.aux_layers import DFLASH_CONFIG, TOP_AUX_LAYERS, named_aux_layers
 from drafter.config import DrafterConfig
-from drafter.dialects import (
-    DFLASH_CONFIG,
-    EMBEDDING,
-    LM_HEAD,
-    MASK_TOKEN_KEYS,
-    TOP_AUX_LAYERS,
-    named_aux_layers,
-)
+from drafter.dialects import MASK_TOKEN_KEYS
 from drafter.load import STORE_OFFSETS
 from drafter.params import DrafterParams
 from drafter.propose import AnyDrafter, DFlash, PEagle
+from drafter.tensors import EMBEDDING, LM_HEAD
 from drafter.vocabulary import Coverage, coverage
 from peagle.answers.result import decode
 from peagle.base import interrupt, strict_json

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from drafter.aux_layers import default_dflash_layers
 from drafter.config import DrafterConfig, Kind
-from drafter.dialects import default_dflash_layers
 from drafter.load import save_drafter
 from drafter.params import init_params
 from peagle.ops.draw import KEYS

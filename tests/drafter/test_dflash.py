@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from drafter.aux_layers import default_dflash_layers
 from drafter.dflash import lay_out_block
-from drafter.dialects import default_dflash_layers, is_drafter_config, open_drafter, parse_config, render_config
+from drafter.dialects import is_drafter_config, open_drafter, parse_config, render_config
 from drafter.load import load_drafter, save_drafter, shared_tensors, to_tensors
 from drafter.params import DrafterParams
 from drafter.propose import DFlash, drafter_of

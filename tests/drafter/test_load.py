@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from drafter.aux_layers import named_aux_layers
 from drafter.dialects import (
     Dialect,
     is_drafter_config,
-    named_aux_layers,
     open_drafter,
     parse_config,
     refused_by,
