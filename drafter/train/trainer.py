@@ -92,23 +92,10 @@ class Trainer:
         step: Callable[[State, RowBatch], tuple[State, Record]],
         initial: DrafterParams,
     ) -> DrafterParams:
-        state, done, clock = self.begin(initial), checkpoints.newest or 0, Clock(self.minutes)
-        if checkpoints.newest is not None:
-            state = checkpoints.read(done, jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+        done, clock, started = checkpoints.newest or 0, Clock(self.minutes), time.monotonic()
         ends = self._ends(done, clock)
-        evaluated = self._keep_log_until(done, continues=not ends)
-        checkpoints.expect_best()
-        if ends:
-            state = self._best(checkpoints, done, state, initial)
-        elif self.measure_start and not done:
-            if self.held_out is not None:
-                self._measure(0, state, clock)
-            self._evaluate(0, state, True, clock)
-        # else the process was killed during the evaluation, or there was none
-        if done and not evaluated and EVALUATION in self._due(done, ends):
-            self._evaluate(done, state, ends, clock)
+        state = self._start(checkpoints, initial, done, ends, clock)
         records: list[Record] = []
-        started = time.monotonic()
         while not ends:
             state, record = step(state, self.batches.at(done))
             jax.block_until_ready(records[-1:])  # the previous step, so that at most one is in flight
@@ -125,10 +112,7 @@ class Trainer:
                 records = []
             if ends and done < self.steps:  # save first: a process that is told to end may soon be killed
                 checkpoints.save(done, state)
-            if HELD_OUT in due:
-                self._measure(done, state, clock)
-            if SAVED in due or (HELD_OUT in due and self._best_step() == done):
-                checkpoints.save(done, state)
+            self._keep(checkpoints, done, state, due, clock)
             if ends:
                 state = self._best(checkpoints, done, state, initial)
             if EVALUATION in due:
@@ -139,6 +123,31 @@ class Trainer:
                         checkpoints.save(done, state)
                         state, ends = self._best(checkpoints, done, state, initial), True
         return self._whole(state.params)
+
+    def _start(self, checkpoints: Checkpoints, initial: DrafterParams, done: int, ends: bool, clock: Clock) -> State:
+        """Return the state to go on from, or if no step follows the best one; measure what is not measured yet."""
+        state = self.begin(initial)
+        if checkpoints.newest is not None:
+            state = checkpoints.read(done, jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+        evaluated = self._keep_log_until(done, continues=not ends)
+        checkpoints.expect_best()
+        if ends:
+            state = self._best(checkpoints, done, state, initial)
+        elif self.measure_start and not done:
+            if self.held_out is not None:
+                self._measure(0, state, clock)
+            self._evaluate(0, state, True, clock)
+        # the process was killed during the evaluation, or there was none
+        if done and not evaluated and EVALUATION in self._due(done, ends):
+            self._evaluate(done, state, ends, clock)
+        return state
+
+    def _keep(self, checkpoints: Checkpoints, done: int, state: State, due: set[str], clock: Clock) -> None:
+        """Measure a step, and save it, if that is due; save the best one anyway."""
+        if HELD_OUT in due:
+            self._measure(done, state, clock)
+        if SAVED in due or (HELD_OUT in due and self._best_step() == done):
+            checkpoints.save(done, state)
 
     def _ends(self, done: int, clock: Clock) -> bool:
         return done == self.steps or not clock.budget_s or self.should_stop()
