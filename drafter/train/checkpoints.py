@@ -17,7 +17,7 @@ from drafter.train.folder import CHECKPOINTS, LOG
 from drafter.train.step import State
 from peagle.base.errors import InputError
 from peagle.base.files import write_text_whole
-from peagle.base.memory import format_size
+from peagle.base.sizes import format_size
 from peagle.base.strict_json import dumps
 
 NEWEST_KEPT = 2  # besides the best one

@@ -6,9 +6,10 @@
         trained     uint8 [N]    1: predicting this token counts (the target wrote it)
         ends        int64 [D]    where each document ends
         conversations int64 [D]  which conversation each document is a turn of; ALONE: of none
-        aux_hidden  [N, A]       optional: the aux layers' hidden states at each token
+        and optionally, of the target:
+        aux_hidden  [N, A]       the aux layers' hidden states at each token
         top_ids     int32 [N, n], top_logits float32 [N, n], log_total float32 [N]
-                                 optional: the target's n best logits after each token, and the logsumexp of all
+                                 its n best logits after each token, and the logsumexp of all
     shard_00001.safetensors ...
     part_00002.safetensors       the finished answers of a shard that is not
     taught_00002.safetensors     those answers for which the target's results are computed, too
@@ -49,7 +50,7 @@ WEIGHTS = "weights"  # the target's peagle.base.checkpoint.fingerprint
 KEPT = "keep_prompt"  # how many last tokens of a prompt were kept; absent: all
 DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends", "conversations")
-TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
+TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # all or none
 ALONE = -1
 PART, TAUGHT = "part", "taught"  # of a shard that is not finished
 

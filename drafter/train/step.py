@@ -52,7 +52,7 @@ class FrozenWeights(NamedTuple):
 class Fixed:
     """What no step changes.
 
-    teacher: None if the data holds aux_hidden and the target's best tokens. frozen: of a DFlash drafter.
+    teacher: None if the data holds what it computes. frozen: of a DFlash drafter.
     """
 
     draft_to_target: jax.Array | None = None
@@ -146,11 +146,11 @@ def gradients_of(
 
 def _taught(teacher: AnyTeacher | None, batch: RowBatch) -> TrainingRows:
     """Return the whole rows with the target's outputs, stored or computed now."""
-    target = dict(batch.teacher)
-    if "aux_hidden" not in target or "top_ids" not in target:
+    target = batch.teacher
+    if not target:
         assert teacher is not None
         logits, aux_hidden = teacher(batch.token_ids, batch.positions, batch.segment_ids)
-        target |= {"aux_hidden": aux_hidden} if "top_ids" in target else {"aux_hidden": aux_hidden, "logits": logits}
+        target = {"aux_hidden": aux_hidden, "logits": logits}
     return TrainingRows(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
 
 

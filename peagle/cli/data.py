@@ -47,8 +47,8 @@ class Data:
         [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DATA --context 2048[/cyan]
       answers that a file already holds
         [cyan]peagle data --prompt-file IN.jsonl --out DATA --answers recorded[/cyan]
-      with aux_hidden and logits: training then does not run the target
-        [cyan]peagle data --prompt-file IN.jsonl --out DATA --hidden --top 32[/cyan]
+      with what training reads of the target, which then need not run
+        [cyan]peagle data --prompt-file IN.jsonl --out DATA --hidden[/cyan]
       long prompts
         [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DATA --context 8192[/cyan]
     """
@@ -63,35 +63,28 @@ class Data:
     num_prompts: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Use the first N prompts, 1 or more."""
     rendering: Annotated[Rendering, Takes("raw", "system", "reasoning_effort", "date")] = Rendering()
-    load: Annotated[LoadConfig, Takes("target", "dtype")] = LoadConfig()
+    load: Annotated[LoadConfig, Takes("target")] = LoadConfig()
     max_new_tokens: Annotated[int | None, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = None
     """Maximum tokens of an answer. Default: what the context leaves."""
     engine: Annotated[EngineConfig, Takes("context", "slots")] = EngineConfig(context=512, slots=32)
-    shard_prompts: Annotated[int, Flag(OUTPUT, "N")] = 512
-    """Prompts per shard."""
     hidden: Annotated[bool, Flag(OUTPUT)] = False
-    """Also store the target's hidden states that the drafter reads (aux_hidden), for every token: large files."""
+    """Also store the hidden states that the drafter reads (aux_hidden) and the target's 32 largest logits, for every
+    token: large files, and training does not run the target."""
     aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(OUTPUT, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
     """With --hidden: store the outputs of these target layers (0-based). Default: 1, n/2 - 1 and n - 4 of n layers."""
-    top: Annotated[int, Flag(OUTPUT, "N")] = 0
-    """Also store the target's N largest logits after every token."""
     keep_prompt: Annotated[int | None, Flag(OUTPUT, "N")] = None
     """Store only the last N tokens of a prompt; the target still reads all of it. For drafters whose windows see no
-    further; needs --hidden and --top."""
+    further; needs --hidden."""
     sampling: Annotated[SamplingParams, Takes("temperature", "top_p", "seed")] = SamplingParams()
     quiet: Annotated[bool, QUIET] = False
 
     def __post_init__(self) -> None:
-        check_least(self, num_prompts=1, max_new_tokens=1, shard_prompts=1, top=0, keep_prompt=0)
-        if self.keep_prompt is not None and not (self.hidden and self.top):
-            raise InputError(
-                "--keep-prompt drops tokens that the target would have to read again in training; give --hidden and "
-                "--top, too, or leave it out"
-            )
-        if self.aux_layer_ids is not None and not self.hidden:
-            raise InputError(
-                "--aux-layer-ids names hidden states to store, and none are stored: give --hidden, too, or leave it out"
-            )
+        check_least(self, num_prompts=1, max_new_tokens=1, keep_prompt=0)
+        for option, value in (("--keep-prompt", self.keep_prompt), ("--aux-layer-ids", self.aux_layer_ids)):
+            if value is not None and not self.hidden:
+                raise InputError(
+                    f"{option} is for data with hidden states, and none are stored: give --hidden, too, or leave it out"
+                )
 
     def run(self) -> int:
         with locked(Path(self.out)):
@@ -135,7 +128,6 @@ def make_data(settings: Data) -> int:
     Raises InputError for bad options and prompts before it loads weights; later if a shard cannot be written.
     """
     from peagle.cli.display import Display
-    from peagle.loading.load import default_dtype
     from peagle.workflows.dataset import Tally, load_teacher
 
     display = Display(quiet=settings.quiet)
@@ -150,11 +142,8 @@ def make_data(settings: Data) -> int:
         display.note(line)
     max_new_tokens = settings.max_new_tokens if settings.answers == "generated" else None
     tally = Tally(checked.target.stop_token_ids, settings.answers == "generated", max_new_tokens, checked.context)
-    source, teacher = _source(checked, settings, display), None
-    if settings.hidden or settings.top:
-        teacher = load_teacher(
-            checked.directory, settings.load.dtype or default_dtype(checked.directory, "xla"), checked.aux_layers
-        )
+    source = _source(checked, settings, display)
+    teacher = load_teacher(checked.directory, checked.aux_layers) if settings.hidden else None
     started = time.perf_counter()
     with display.on_interrupt(checked.kept):
         _write_shards(checked, settings, source, teacher, tally, display)
@@ -167,7 +156,7 @@ def _check(settings: Data) -> CheckedData:
     """Read the prompts and check the folder. Raises InputError for prompts, options and folders that do not work."""
     from drafter.train.shards import expect_folder, shard_path
     from peagle.loading.checkpoints import or_demo, resolve
-    from peagle.workflows.dataset import bytes_per_token, chosen_aux_layers
+    from peagle.workflows.dataset import bytes_per_token, chosen_aux_layers, prompts_per_shard
     from target.load import inspect_target
 
     name = or_demo(settings.load.target)
@@ -179,21 +168,20 @@ def _check(settings: Data) -> CheckedData:
         conversations = conversations[: settings.num_prompts]
     target = inspect_target(directory)
     config = target.config
-    if settings.top > config.vocab_size:
-        raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
     aux_layers = chosen_aux_layers(settings.aux_layer_ids, config.num_layers) if settings.hidden else ()
     warnings, typed = [line for prompts in sets for line in prompts.warnings], settings.engine.context
     context = min(typed or config.max_positions, config.max_positions)
     if typed not in (None, context, Data.engine.context):
         warnings.append(f"--context is {typed}, more than {name} has; {context} is used")
     out = Path(settings.out)
-    starts = range(0, len(conversations), settings.shard_prompts)
-    manifest = _manifest(settings, name, directory, sets, len(conversations), aux_layers)
+    token_bytes = bytes_per_token(len(aux_layers) * config.hidden_size)
+    starts = range(0, len(conversations), prompts_per_shard(context * token_bytes))
+    manifest = _manifest(settings, name, directory, sets, len(conversations), starts.step, aux_layers)
     expect_folder(out, manifest)
     return CheckedData(
         name=name, directory=directory, target=target, out=out, context=context, manifest=manifest,
         conversations=conversations, sets=sets, warnings=warnings, aux_layers=aux_layers,
-        token_bytes=bytes_per_token(len(aux_layers) * config.hidden_size, settings.top), starts=starts,
+        token_bytes=token_bytes, starts=starts,
         missing=[number for number in range(len(starts)) if not shard_path(out, number).exists()],
     )  # fmt: skip
 
@@ -204,16 +192,14 @@ def _unused_options(settings: Data) -> list[str]:
 
     if settings.answers == "generated":
         return unused_sampling(settings.sampling)
-    unused = _unused(settings)
+    unused = _unused()
     options = ", ".join(option.names[0] for option in changed_options(settings) if option.name in unused)
     return [f"{options}: no effect with --answers recorded, which generates nothing"] if options else []
 
 
-def _unused(settings: Data) -> set[str]:
+def _unused() -> set[str]:
     """Name the settings without effect on recorded answers."""
-    unused = {"max_new_tokens", "slots"}
-    unused |= {item.name for item in dataclasses.fields(SamplingParams)}
-    return unused if settings.hidden or settings.top else unused | {"dtype"}
+    return {"max_new_tokens", "slots", *(item.name for item in dataclasses.fields(SamplingParams))}
 
 
 def _notes(checked: CheckedData, settings: Data) -> Iterator[str]:
@@ -321,7 +307,7 @@ def _taught(
     num_tokens = sum(len(cut_prompt(document, settings.keep_prompt).token_ids) for document in documents)
     expect_room(checked.out, num_tokens * checked.token_bytes, f"a shard of {num_tokens:,} tokens")
     with display.stage(title, animated=False) as stage:
-        return list(with_teacher(documents, teacher, settings.hidden, settings.top, settings.keep_prompt, stage, done))
+        return list(with_teacher(documents, teacher, settings.keep_prompt, stage, done))
 
 
 class _AnswerProgress:
@@ -405,7 +391,13 @@ def _losses(settings: Data, tally: "Tally") -> Iterator[str]:
 
 
 def _manifest(
-    settings: Data, name: str, directory: Path, sets: Sequence[PromptSet], num_prompts: int, aux_layers: Sequence[int]
+    settings: Data,
+    name: str,
+    directory: Path,
+    sets: Sequence[PromptSet],
+    num_prompts: int,
+    shard_prompts: int,
+    aux_layers: Sequence[int],
 ) -> dict[str, Any]:
     """Return everything on which the shards depend, as JSON. name, directory: of the target."""
     from drafter.train.shards import KEPT, NAME, WEIGHTS
@@ -415,21 +407,19 @@ def _manifest(
         NAME: name,
         WEIGHTS: fingerprint(directory),
         "template": template_fingerprint(directory),
-        **{kind: getattr(settings.load, kind) for kind in ("dtype", "experts", "kernels")},
         "prompts": [[path.name, prompts.sha256] for path, prompts in zip(settings.prompt_file, sets, strict=True)],
         "answers": settings.answers,
         "num_prompts": num_prompts,
-        "shard_prompts": settings.shard_prompts,
+        "shard_prompts": shard_prompts,
         "max_new_tokens": settings.max_new_tokens,
         "context": settings.engine.context,
         "rendering": dataclasses.asdict(settings.rendering),
         "sampling": dataclasses.asdict(settings.sampling),
         "aux_layer_ids": list(aux_layers),
-        "top": settings.top,
         **({} if settings.keep_prompt is None else {KEPT: settings.keep_prompt}),
     }
     if settings.answers == "recorded":
-        unused = _unused(settings) | {"sampling"}
+        unused = _unused() | {"sampling"}
         depends_on = {key: value for key, value in depends_on.items() if key not in unused}
     loaded: dict[str, Any] = json.loads(dumps(depends_on))
     return loaded

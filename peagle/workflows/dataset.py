@@ -16,6 +16,7 @@ from drafter.train.shards import PART, TAUGHT, Document, read_part, shard_path, 
 from peagle.base import interrupt
 from peagle.base.errors import InputError
 from peagle.base.files import reason_of
+from peagle.loading.load import default_dtype
 from peagle.workflows.answers import is_cut
 from target.config import default_aux_layer_ids
 from target.load import load_target
@@ -23,6 +24,8 @@ from target.teacher import Teacher
 
 PASS_DOCUMENTS, PASS_TOKENS = 32, 32 * 512  # the most of a teacher's pass; tokens include padding
 SHORT, STEP, LONG_STEP = 512, 128, 1024  # a pass is a multiple of STEP wide; of LONG_STEP if wider than SHORT
+TOP = 32  # best next tokens of the target that are stored
+SHARD_PROMPTS, SHARD_BYTES = 512, 2_000_000_000  # the most of a shard
 SAVE_S = 60.0  # between two writes of a part; a killed process loses the answers since the last one
 STOP, NEW, CONTEXT, NO_STOP = "a stop token", "-n", "--context", "another token"  # where an answer ends
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # bins of documents in a message
@@ -114,22 +117,20 @@ def lengths_in_words(sizes: Sequence[int]) -> str:
     return f"{min(sizes):,} to {max(sizes):,} tokens; {', '.join(parts)}"
 
 
-def load_teacher(directory: Path, dtype: str, aux_layer_ids: Sequence[int]) -> Teacher:
+def load_teacher(directory: Path, aux_layer_ids: Sequence[int]) -> Teacher:
     """Load the target as a teacher that returns the hidden states of these layers."""
-    loaded = load_target(directory, dtype=np.dtype(dtype))
+    loaded = load_target(directory, dtype=np.dtype(default_dtype(directory, "xla")))
     return Teacher(loaded.params, loaded.config, tuple(aux_layer_ids))
 
 
 def with_teacher(
     documents: Sequence[Document],
     teacher: Teacher,
-    hidden: bool,
-    top: int,
     keep_prompt: int | None,
     progress: Callable[[int, int], None] = lambda *_: None,
     done: dict[int, Document] | None = None,
 ) -> Iterator[Document]:
-    """Add the target's aux_hidden (if hidden) and its `top` best next tokens to documents.
+    """Add the target's aux_hidden and its TOP best next tokens to documents.
 
     The target reads whole documents; then prompts are cut (`cut_prompt`). Calls progress(documents done, total) after
     each pass. done: finished documents by their place; each pass adds its own.
@@ -141,11 +142,10 @@ def with_teacher(
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None], token_ids.shape)
         logits, aux_hidden = teacher(token_ids, positions, jnp.ones_like(token_ids))
         logits = logits.astype(jnp.float32)
-        best, ids = jax.lax.top_k(logits, max(top, 1))
+        best, ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
         total = jax.nn.logsumexp(logits, axis=-1)
         return {"aux_hidden": aux_hidden, "top_ids": ids, "top_logits": best, "log_total": total}
 
-    kept = ["aux_hidden"] * hidden + ["top_ids", "top_logits", "log_total"] * (top > 0)
     missing = [index for index in range(len(documents)) if index not in done]
     for group, width in passes([len(documents[index].token_ids) for index in missing]):
         interrupt.check()
@@ -153,9 +153,8 @@ def with_teacher(
         indexes = [missing[place] for place in group]
         for row, index in enumerate(indexes):
             padded[row, : len(documents[index].token_ids)] = documents[index].token_ids
-        results = {name: np.asarray(values) for name, values in compute(jnp.asarray(padded)).items() if name in kept}
-        if "aux_hidden" in results:
-            results["aux_hidden"] = results["aux_hidden"].astype(ml_dtypes.bfloat16)
+        results = {name: np.asarray(values) for name, values in compute(jnp.asarray(padded)).items()}
+        results["aux_hidden"] = results["aux_hidden"].astype(ml_dtypes.bfloat16)
         for row, index in enumerate(indexes):
             own = {name: values[row, : len(documents[index].token_ids)] for name, values in results.items()}
             done[index] = cut_prompt(dataclasses.replace(documents[index], teacher=own), keep_prompt)
@@ -232,6 +231,11 @@ def write_documents(out: Path, number: int, documents: Sequence[Document]) -> No
         ) from None
 
 
-def bytes_per_token(aux_width: int, top: int) -> int:
-    """Return the room that a token takes in a shard: its id and mark, and what the teacher computes for it."""
-    return 4 + 1 + 2 * aux_width + (8 * top + 4 if top else 0)
+def bytes_per_token(aux_width: int) -> int:
+    """Return the room that a token takes in a shard: its id and mark, and what the teacher computes for it, if any."""
+    return 4 + 1 + (2 * aux_width + 8 * TOP + 4 if aux_width else 0)
+
+
+def prompts_per_shard(document_bytes: int) -> int:
+    """Return how many prompts of so many bytes a shard has, since a whole shard is in memory."""
+    return max(1, min(SHARD_PROMPTS, SHARD_BYTES // document_bytes))

@@ -106,8 +106,7 @@ def with_same_teacher(
     """Add to held-out documents what the target computed for the training's, if those hold it."""
     if not self_contained(documents):
         return list(held_out)
-    top = min(document.teacher["top_ids"].shape[1] for document in documents)
-    return list(with_teacher(held_out, teacher, hidden=True, top=top, keep_prompt=keep_prompt))
+    return list(with_teacher(held_out, teacher, keep_prompt))
 
 
 def known_prompts(held_out: Sequence[Document], documents: Sequence[Document]) -> str | None:

@@ -115,8 +115,8 @@ def data_coverage(documents: Sequence[Document], token_ids: np.ndarray, num_draf
 
 
 def self_contained(documents: Sequence[Document]) -> bool:
-    """Test whether the data holds aux_hidden and best tokens, so that training does not run the target."""
-    return all({"aux_hidden", "top_ids"} <= document.teacher.keys() for document in documents)
+    """Test whether the data holds what the target computes, so that training does not run it."""
+    return all(document.teacher for document in documents)
 
 
 def check_tokens(documents: Sequence[Document], config: DrafterConfig, init: str | None) -> None:
@@ -181,7 +181,7 @@ def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str,
             )
         if manifest.get(WEIGHTS, weights) == weights:
             continue
-        if layers or manifest.get("top"):
+        if layers:
             raise InputError(
                 f"{folder} holds what another target computed ({manifest.get(NAME)}); expected data of --target"
             )

@@ -53,9 +53,9 @@ DRAFTS = {"drafter": 5, "drafter_eagle3": 4, "drafter_dflash": 4}  # most of a s
 # of `peagle data`
 ANSWERS_BEGUN, LONG_ANSWERS_BEGUN = 4096, 900
 SHORT = ("-n", "288", "--context", "512", "--slots", "64")
-LONG = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
+LONG = ("-n", "288", "--context", "4608", "--slots", "32")
 AUX_LAYERS = ("--aux-layer-ids", "1,4,7")
-TEACH = ("--hidden", *AUX_LAYERS, "--top", "32")
+TEACH = ("--hidden", *AUX_LAYERS)
 # of `peagle train`: rates that suit so small a model
 LEARN = ("--rows", "8", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02", "--held-out", "0")
 NEW = (*AUX_LAYERS, "--learning-rate", "0.008")

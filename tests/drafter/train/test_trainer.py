@@ -378,8 +378,7 @@ def test_data_with_and_without_stored_results_of_the_target_train_together() -> 
     without = DocumentSource(pack([document(1, 7)], RECIPE.width), 1)
 
     def teacher(*sources: DocumentSource) -> set[str]:
-        batches = RowBatches(sources, RECIPE)
-        return set(batches.at(0).teacher)
+        return set(RowBatches(sources, RECIPE).at(0).teacher)
 
     assert teacher(with_aux) == {"aux_hidden"}
     assert teacher(with_aux, without) == teacher(without, with_aux) == set()

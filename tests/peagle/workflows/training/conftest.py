@@ -112,16 +112,18 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Answers of the tests' target."""
     out = tmp_path_factory.mktemp("data") / "data"
-    sizes = "-n 20 --shard-prompts 2 --slots 2 --quiet"
-    assert main(words("data --target", directories.target, "--prompt-file", prompts, "--out", out, sizes)) == 0
+    sizes = "-n 20 --slots 2 --quiet"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peagle.workflows.dataset.SHARD_PROMPTS", 2)
+        assert main(words("data --target", directories.target, "--prompt-file", prompts, "--out", out, sizes)) == 0
     return out
 
 
 @pytest.fixture(scope="session")
 def taught(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers that hold the outputs of layers 0, 1, 2 and the target's two best tokens, too."""
+    """Answers that hold the outputs of layers 0, 1, 2 and the target's best tokens, too."""
     out = tmp_path_factory.mktemp("taught") / "data"
-    options = "-n 4 --hidden --top 2 --aux-layer-ids 0,1,2 --quiet"
+    options = "-n 4 --hidden --aux-layer-ids 0,1,2 --quiet"
     assert main(words("data --target", directories.target, "--prompt-file", prompts, "--out", out, options)) == 0
     return out
 

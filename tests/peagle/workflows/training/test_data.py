@@ -21,9 +21,9 @@ from peagle.pair import Pair
 from peagle.text.prompts import Rendering, chat_messages, from_ids
 from peagle.text.tokenizer import detokenize, load_tokenizer
 from peagle.workflows.answers import AnswerOptions, answer
-from peagle.workflows.dataset import Unfinished, lengths_in_words, passes, rows_of_pass
+from peagle.workflows.dataset import Unfinished, lengths_in_words, passes, prompts_per_shard, rows_of_pass
 from tests.peagle.workflows.training.conftest import PROMPTS, Lab, write_prompts
-from tests.support.pairs import STOP, TEMPLATE, VOCAB_SIZE, press_ctrl_c_at
+from tests.support.pairs import STOP, TEMPLATE, press_ctrl_c_at
 
 pytestmark = pytest.mark.compile
 
@@ -53,8 +53,15 @@ def test_answers_are_counted_when_they_end_not_when_all_have_ended(pair: Pair) -
     assert len(ended) == 2
 
 
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a shard for each prompt."""
+    monkeypatch.setattr("peagle.workflows.dataset.SHARD_PROMPTS", 1)
+
+
 def test_data_go_on_where_they_were_cut_off_and_are_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = f"data --target {lab.target} --prompt-file {lab.prompts} --shard-prompts 2 --slots 2 --out"
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} --slots 2 --out"
+    monkeypatch.setattr("peagle.workflows.dataset.SHARD_PROMPTS", 2)
     out, new = lab.root / "copy", lab.root / "new"
     shutil.copytree(lab.data, out)
     (out / "shard_00001.safetensors").unlink()
@@ -71,10 +78,10 @@ def test_data_go_on_where_they_were_cut_off_and_are_the_same(lab: Lab, monkeypat
     assert (out / "shard_00002.safetensors").stat().st_mtime_ns == before
     for one, other in zip(read_shards(lab.data), read_shards(out), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
-    others = "--shard-prompts 2 (now 3), --temperature 0.0 (now 1.0), --seed 0 (now 3)"
+    others = "--temperature 0.0 (now 1.0), --seed 0 (now 3)"
     for more, says in (
         ("--temperature 1", "was made with --temperature 0.0 (now 1.0); expected the same"),
-        ("--temperature 1 --seed 3 --shard-prompts 3", others),
+        ("--temperature 1 --seed 3", others),
     ):
         assert says in lab.run(2, command, out, "-n 20", more)
 
@@ -130,7 +137,7 @@ def test_an_unfinished_shard_keeps_what_the_teacher_computed(
     lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
-    teacher, whole = "--hidden --top 2 --aux-layer-ids 0,1,2", lab.root / "whole"
+    teacher, whole = "--hidden --aux-layer-ids 0,1,2", lab.root / "whole"
     with monkeypatch.context() as patch:
         press_ctrl_c_at(patch, peagle.workflows.dataset, "cut_prompt", 5 + 3)  # the command counts all tokens first
         assert "and 5 answers of the next" in lab.run(130, chats, lab.out, teacher)
@@ -186,7 +193,7 @@ def test_a_shard_without_room_is_refused_before_the_target_reads_it(
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     monkeypatch.setattr("peagle.workflows.dataset.with_teacher", lambda *_: pytest.fail("it reads"))
     said = lab.run(2, chats, lab.out, "--hidden --aux-layer-ids 0,1,2 --context 384")
-    assert f"3 documents of up to 384 tokens take up to 448.1 kB in {lab.out}, which has room for 1.0 kB" in said
+    assert f"3 documents of up to 384 tokens take up to 747.6 kB in {lab.out}, which has room for 1.0 kB" in said
     assert re.search(rf"a shard of \d+ tokens takes [\d.]+ kB in {lab.out}, which has room for 1.0 kB; free some", said)
     assert len(read_part(lab.out, 0)) == 5
 
@@ -209,9 +216,10 @@ def test_answers_that_are_cut_and_turns_without_room_are_counted(lab: Lab) -> No
     lab.run(0, command, "--context 6 --out", lab.out)  # the folder holds nothing
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_a_run_that_makes_no_answer_has_no_lengths(lab: Lab) -> None:
     """The shard that was missing holds a prompt without room."""
-    command = f"data --target {lab.target} --prompt-file {lab.prompts} --shard-prompts 1 --context 6 -n 1 --out"
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} --context 6 -n 1 --out"
     lab.run(0, command, lab.out)
     (empty,) = [number for number in range(5) if not read_shard(shard_path(lab.out, number))]
     shard_path(lab.out, empty).unlink()
@@ -220,16 +228,18 @@ def test_a_run_that_makes_no_answer_has_no_lengths(lab: Lab) -> None:
     assert "lengths" not in said
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_data_go_on_with_the_same_chat_template_alone(lab: Lab, answering: Path) -> None:
-    command = f"data --target {answering} --prompt-file {lab.prompts} --shard-prompts 1 --context 6 -n 1 --out"
+    command = f"data --target {answering} --prompt-file {lab.prompts} --context 6 -n 1 --out"
     lab.run(0, command, lab.out)
     template = answering / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert "was made with --target" in lab.run(2, command, lab.out)
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_a_shard_without_an_answer_stops_no_other(lab: Lab) -> None:
-    command = f"data --target {lab.target} --prompt-file {lab.prompts} --shard-prompts 1 --context 6 -n 1 --out"
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} --context 6 -n 1 --out"
     lab.run(0, command, lab.out)
     assert len(read_shards(lab.out)) == 4
     assert "is complete: 5 shards" in lab.run(0, command, lab.out)
@@ -259,7 +269,7 @@ def test_recorded_answers_are_taken_as_they_are(
     path.write_text(
         "".join(json.dumps({"messages": chat}) + "\n" for chat in (CHAT, [*CHAT, *CHAT], CHAT[:1], [*CHAT, CHAT[0]]))
     )
-    command = f"data --target {answering} --prompt-file {path} --answers recorded --shard-prompts 2 --out"
+    command = f"data --target {answering} --prompt-file {path} --answers recorded --out"
     with monkeypatch.context() as patch:
         patch.setattr("peagle.cli.models.load_pair", lambda *_: pytest.fail("it loads the target"))
         said = lab.run(0, command, lab.root / "data", "--temperature 1 -n 5")
@@ -280,7 +290,7 @@ def test_recorded_answers_are_taken_as_they_are(
     for document, before in zip(documents, (CHAT[:1], CHAT[:1], [*CHAT, *CHAT[:1]], CHAT[:1]), strict=True):
         assert tuple(document.prompt) == tokenizer.encode_chat(before)
         assert detokenize(tokenizer, document.token_ids[document.trained].tolist()) == "3<|return|>"
-    lab.run(0, command, lab.root / "taught", "--hidden --top 2 --aux-layer-ids 0,1,2")
+    lab.run(0, command, lab.root / "taught", "--hidden --aux-layer-ids 0,1,2")
     assert {document.teacher["aux_hidden"].shape[1] for document in read_shards(lab.root / "taught")} == {192}
     said = lab.run(0, command.replace("--answers recorded", ""), lab.out, "-n 2")
     assert "recorded answers that are left out: 2; the target answers anew, and --answers recorded takes" in said
@@ -337,8 +347,8 @@ def test_the_checksum_of_a_pipe_is_of_what_it_held(lab: Lab) -> None:
 def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(lab: Lab) -> None:
     command = f"data --target {lab.target} --prompt-file {lab.prompts} -n 4 --aux-layer-ids 0,1,2 --hidden"
     out, whole = lab.root / "data", lab.root / "whole"
-    lab.run(0, command, "--top 2 --out", whole)
-    lab.run(0, command, "--top 2 --keep-prompt 2 --out", out)
+    lab.run(0, command, "--out", whole)
+    lab.run(0, command, "--keep-prompt 2 --out", out)
     for complete, kept in zip(read_shards(whole), read_shards(out), strict=True):
         first = max(0, int(np.argmax(complete.trained)) - 2)
         np.testing.assert_array_equal(kept.token_ids, complete.token_ids[first:])
@@ -351,17 +361,16 @@ def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(
         ("--drafter-window 5", "the drafter reads the last 8 with its windows and --depth 3"),
     ):
         assert says in lab.train("--width 16", more, code=2, data=out)
-    without_top = lab.run(2, command, "--keep-prompt 2 --out", lab.root / "other")
-    assert "give --hidden and --top, too, or leave it out" in without_top
 
 
-TAUGHT = "--keep-prompt 2 --hidden --top 2 --aux-layer-ids 0,1,2"
+TAUGHT = "--keep-prompt 2 --hidden --aux-layer-ids 0,1,2"
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_turns_that_are_rows_of_their_own_stay_together_when_prompts_are_cut(lab: Lab) -> None:
     rows = [[17, 4, 90, 8], [17, 4, 90, 8, 5, 31, 7, 6], [17, 4, 90, 80], [9, 8, 7, 6]]
     path = write_prompts(lab.root / "rows.jsonl", *rows)
-    lab.run(0, f"data --target {lab.target} --prompt-file {path} -n 2 --shard-prompts 1 --out", lab.out, TAUGHT)
+    lab.run(0, f"data --target {lab.target} --prompt-file {path} -n 2 --out", lab.out, TAUGHT)
     first, later, *others = (document.conversation for document in read_shards(lab.out))
     assert first == later
     assert len({first, *others}) == 3
@@ -377,6 +386,10 @@ def test_the_teacher_reads_few_long_documents_at_a_time_and_each_once() -> None:
         assert rows_of_pass(width) * width <= 32 * 512
     assert [width for _, width in groups][-1] == 5120
     assert lengths_in_words(sizes) == "90 to 5,000 tokens; 42 up to 512, 1 up to 1,024, 1 up to 2,048, 1 up to 8,192"
+
+
+def test_a_shard_of_large_documents_has_few_prompts() -> None:
+    assert [prompts_per_shard(size) for size in (10, 10_000_000, 10**12)] == [512, 200, 1]
 
 
 def test_a_turn_is_asked_with_the_answers_before_it(lab: Lab, pair: Pair) -> None:
@@ -395,7 +408,7 @@ def test_a_turn_is_asked_with_the_answers_before_it(lab: Lab, pair: Pair) -> Non
     [
         ("-n 0", "-n is 0; expected 1 or more"),
         (f"--seed {2**64}", f"--seed is {2**64}; expected an integer of 64 bits"),
-        ("--top 100000", f"--top is 100000; expected at most {VOCAB_SIZE}"),
+        ("--keep-prompt 2", "give --hidden, too"),
         ("--aux-layer-ids 0,1,2", "give --hidden, too"),
     ],
 )

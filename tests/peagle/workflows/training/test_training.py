@@ -174,7 +174,7 @@ def test_a_smaller_draft_vocabulary_and_a_window(lab: Lab) -> None:
     assert (config.max_positions, config.windows) == (MAX_POSITIONS, (5,))
     assert config.mask_token_id == VOCAB_SIZE - 1, "the highest id that the data never uses"
     covered = recipe_of(lab.out)["coverage"]
-    share = f"{covered['frac']:.1%} of the tokens, so at most {covered['acceptance_limit']:.2f} a step at K = 7"
+    share = f"{covered['frac']:.1%} of the tokens, so at most {covered['acceptance_limit']:.2f} a step at K = 3"
     assert f"\nproposes     {share}" in messages
     expect_all(
         card_of(lab.out),
