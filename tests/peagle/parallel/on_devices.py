@@ -20,7 +20,7 @@ from drafter.load import save_drafter
 from drafter.params import DrafterParams
 from drafter.propose import DFlash, PEagle, drafter_of
 from drafter.train.folder import LOG, read_log, steps_done
-from drafter.train.step import devices_for
+from drafter.train.step import ROWS, devices_for
 from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
@@ -485,12 +485,18 @@ def test_gpu_check_refuses_meshes_that_nothing_fits() -> None:
 # Training
 
 
-def test_a_training_over_devices_learns_the_same_and_goes_on_over_others(tmp_path: Path) -> None:
+def test_a_training_over_devices_learns_the_same_and_goes_on_over_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two devices for four steps, then one: the checkpoint loads there."""
+    assert (devices_for(4).size, devices_for(12).size) == (4, 6)
+    assert devices_for(8).size == jax.device_count() == 8
 
     def run(out: str, devices: int, steps: int) -> DrafterParams:
-        done, options = itertools.count(), {"devices": devices, "should_stop": lambda: next(done) >= steps}
-        training = trainer(tmp_path / out, dataclasses.replace(RECIPE, steps=8), 4, **options)
+        mesh, done = jax.sharding.Mesh(np.asarray(jax.devices()[:devices]), (ROWS,)), itertools.count()
+        monkeypatch.setattr("drafter.train.trainer.devices_for", lambda _: mesh)
+        recipe = dataclasses.replace(RECIPE, rows=4)
+        training = trainer(tmp_path / out, recipe, steps=8, should_stop=lambda: next(done) >= steps)
         assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(training.begin(initial()))} == {devices}
         return training.run(initial())
 
@@ -501,5 +507,3 @@ def test_a_training_over_devices_learns_the_same_and_goes_on_over_others(tmp_pat
         np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-3, atol=1e-5)
     losses = [[line["loss"] for line in read_log(tmp_path / out / LOG)] for out in ("parts", "whole")]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    with pytest.raises(InputError, match=r"dp=3, a step has 4 rows, and there are 8 devices; expected dp of 1, 2, 4,"):
-        devices_for(4, 3)
