@@ -1,6 +1,7 @@
 """`peagle sweep`: check everything, write the plan, decode, write the report."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,7 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
         plan = folder.plan
         sets = {} if folder.has_prompts else _reread_prompts(plan)
         _check_same_files(plan)
+    _check_concurrency(plan, sets)
     _check_models(plan)
     for prompts in sets.values():
         display.warn(prompts.warnings)
@@ -264,6 +266,17 @@ def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSe
         fingerprints=_fingerprints(plan.target, plan.drafters),
     )
     return plan, {prompts.name: prompts for prompts in files.values()}
+
+
+def _check_concurrency(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
+    """Raise InputError for fewer requests than slots. sets: empty if a resumed run has stored its requests."""
+    most = max(plan.concurrencies, default=0)
+    for source, raw in itertools.product(plan.sources if sets else (), plan.raw):
+        if (count := _num_requests(source, raw, sets)) < most:
+            raise InputError(
+                f"--concurrency is {most}, but {source.name} has {count} requests; expected at least as many: raise "
+                "--num-prompts, or lower --concurrency"
+            )
 
 
 def _num_requests(source: PromptSource, raw: bool, sets: Mapping[str, PromptSet]) -> int:

@@ -295,6 +295,7 @@ REFUSED = [
     ("--concurrency x", "--concurrency is 'x'; expected numbers separated by commas"),
     ("--concurrency=", "--concurrency is ''"),
     ("--concurrency 1,0", "--concurrency is 0; expected 1 or more"),
+    ("--concurrency 1,3 --num-prompts 2", "--concurrency is 3, but demo has 2 requests; expected at least as many"),
     ("--drafter-window wide", "drafter-window is 'wide'; expected the positions"),
     ("--drafter-window 128 --drafter ngram", "no drafter with weights"),
 ]
