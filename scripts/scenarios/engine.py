@@ -57,7 +57,10 @@ def bench(checkout: Path, target: str, options: str) -> Iterator[Json]:
     command = [sys.executable, "-m", "peagle", "bench", target_path, *shlex.split(options), "--json", "-"]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InputError(f"peagle bench in {checkout.name}: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().splitlines() or [
+            f"it ended with status {done.returncode}"
+        ]  # a killed one says nothing
+        raise InputError(f"peagle bench in {checkout.name}: {said[-1]}")
     for test in json.loads(done.stdout)["tests"]:
         if test.get("active", test["slots"]) == test["slots"]:  # older ones also time engines with idle slots
             named = {name: test[name] for name in TEST}

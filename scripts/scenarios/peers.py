@@ -45,7 +45,6 @@ import numpy as np
 import peagle
 from peagle.base.errors import InputError
 from peagle.base.files import expect_new
-from peagle.config import AUTO
 from peagle.loading.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, HELD_OUT, NGRAM, resolve
 from peagle.measure.provenance import num_threads
 from peagle.measure.reports import Block
@@ -247,17 +246,17 @@ def entries_of(names: Sequence[str], site: Site, options: argparse.Namespace) ->
 def can_draft(name: str, site: Site, drafter: str, k: K) -> bool:
     """Test whether an engine has such drafts."""
     if name == VLLM:
-        return drafter in ("p-eagle", "eagle3") and k != AUTO
+        return drafter in ("p-eagle", "eagle3") and isinstance(k, int)
     if name == LLAMA:
         kinds = {"ngram": 1, "eagle3": 1, "dflash": DFLASH_K} if site.demo else {"ngram": 1}
-        return k != AUTO and int(k) >= kinds.get(drafter, math.inf)
+        return isinstance(k, int) and k >= kinds.get(drafter, math.inf)
     return name.startswith(OURS)
 
 
 def entry(name: str, site: Site, drafter: str | None = None, k: K = 0) -> Entry:
     """Make the entry of an engine (one of NAMES). drafter: one of DRAFTERS."""
     directory, options, python = str(site.target.resolve()), {}, sys.executable
-    drafts = PLAIN if drafter is None else f"{drafter}, {k}" if k == AUTO else f"{drafter}, K = {k}"
+    drafts = PLAIN if drafter is None else f"{drafter}, K = {k}" if isinstance(k, int) else f"{drafter}, {k}"
     own = None if drafter is None else site.drafters[drafter]
     kind, _, variant = name.partition("-")
     if name == LLAMA:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from peagle.base.errors import InputError
 from peagle.workflows.random_checkpoint import write_random_checkpoint
 from scripts import bench
 from scripts.scenarios import engine
@@ -75,6 +76,14 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert says in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_bench_that_is_killed_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "peagle").mkdir()
+    (tmp_path / "peagle" / "__init__.py").touch()
+    (tmp_path / "peagle" / "__main__.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    with pytest.raises(InputError, match=f"peagle bench in {tmp_path.name}: it ended with status -9"):
+        list(engine.bench(tmp_path, "demo", ""))
 
 
 def test_two_checkouts_are_compared_within_a_round() -> None:

@@ -108,7 +108,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 def test_engines_draft_what_they_can() -> None:
     demo = dataclasses.replace(SITE, demo=True)
-    ways = [("p-eagle", 5), ("eagle3", 5), ("eagle3", "auto"), ("dflash", 3), ("dflash", 7), ("ngram", 3)]
+    ways = [("p-eagle", 5), ("eagle3", 5), ("eagle3", "auto:4"), ("dflash", 3), ("dflash", 7), ("ngram", 3)]
     can = {name: [way for way in ways if can_draft(name, demo, *way)] for name in (OURS, VLLM, LLAMA)}
     assert can == {OURS: ways, VLLM: ways[:2], LLAMA: [ways[1], *ways[4:]]}
     assert not can_draft("transformers-bf16", demo, "eagle3", 5)
