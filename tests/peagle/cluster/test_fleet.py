@@ -113,10 +113,11 @@ def answer(client: TestClient, **changes: object) -> httpx.Response:
 
 @pytest.mark.parametrize("disaggregated", [True, False])
 def test_a_fleet_answers_as_one_server_does(make: Make, client: TestClient, disaggregated: bool) -> None:
-    """Text, log-probabilities, usage, figures of acceptance; streamed or not; one token alone; n of them; metrics."""
+    """Text, also by a grammar, log-probabilities, figures of acceptance; streamed or not; one token; n; metrics."""
     _, service = make(disaggregated)
     fleet = client_of(service)
-    for changes in ({}, {"n": 3, "temperature": 0.8, "seed": 4}, {"max_tokens": 1}, {"stop": ["a"]}):
+    sampled, guided = {"n": 3, "temperature": 0.8, "seed": 4}, {"guided_regex": "[a-c]{30}", "logprobs": None}
+    for changes in ({}, sampled, {"max_tokens": 1}, {"stop": ["a"]}, guided):
         ours, theirs = answer(fleet, **changes).json(), answer(client, **changes).json()
         for name in ("choices", "metrics"):
             assert ours.get(name) == theirs.get(name), (changes, name)

@@ -104,8 +104,9 @@ def test_tokens_waits_and_steps_count_as_they_arrive(make: Make, stop: tuple[str
     names = ("generation_tokens_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
 
     async def read() -> None:
-        outputs, arrivals = outputs_of(service, stop=stop), 0
+        outputs, arrivals, ended = outputs_of(service, stop=stop), 0, False
         async for chunk in outputs.pieces():
+            assert not ended, "a stop string ends the engine's request, too"
             (result,) = outputs.results()
             arrivals += bool(chunk.token_ids)
             assert counted(service, *names) == [len(result.output_ids), 1, arrivals - 1]

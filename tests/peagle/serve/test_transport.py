@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from peagle.serve.app import create_app
 from peagle.serve.metrics import Metrics
-from peagle.serve.request_log import RequestLog
+from peagle.serve.request_log import MOST_NOTES, RequestLog
 from peagle.serve.server import Connection, ServerOptions
 from peagle.serve.shared_state import SharedState
 from peagle.serve.transport import EventStream
@@ -339,6 +339,14 @@ REPLIES = {
     ("MADE-UP", "/metrics"): ("/metrics", "other", "405"),
     ("GET", "/health"): ("/health", "GET", "500"),
 }
+
+
+def test_what_clients_make_up_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog(logging.getLogger("notes"))
+    with caplog.at_level(logging.INFO, "notes"):
+        for number in range(MOST_NOTES + 9):
+            log.note(f"a keyword {number}", "a keyword 0")
+    assert len(caplog.messages) == MOST_NOTES
 
 
 def test_replies_are_counted_by_route_not_by_what_clients_make_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
