@@ -97,7 +97,7 @@ def counted(service: SharedState, *names: str) -> list[float]:
     return [metrics[(f"vllm:{name}",)] for name in names]
 
 
-@pytest.mark.parametrize("stop", [(), ("e",)])
+@pytest.mark.parametrize("stop", [(), ("D<=>?@ABCD<",)])
 def test_tokens_waits_and_steps_count_as_they_arrive(make: Make, stop: tuple[str, ...]) -> None:
     """Without them a board shows nothing for minutes, and then a burst."""
     service = make()
@@ -117,6 +117,7 @@ def test_tokens_waits_and_steps_count_as_they_arrive(make: Make, stop: tuple[str
             ended = chunk.finish_reason is not None
             assert counted(service, *(f"{name}_count" for name in OF_WHOLE)) == [ended] * 4
         assert arrivals > 2
+        assert result.finish_reason == ("stop" if stop else "length")
 
     asyncio.run(read())
 
