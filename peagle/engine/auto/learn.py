@@ -10,7 +10,10 @@ from peagle.engine.auto.choose import Choice
 from peagle.engine.auto.state import AutoState, Averages, Slots, pause_after
 
 RATE_STEPS = 32.0  # plain steps over which the engine's rate is averaged
-SLOT_STEPS, KIND_STEPS = 8.0, 32.0  # steps over which the averages of a slot and of a kind are taken
+# steps over which averages are taken: of a slot's drafts and their gains; of its profit; of all requests of a kind
+DRAFT_STEPS, PROFIT_STEPS, KIND_STEPS = 4.0, 16.0, 24.0
+OF_SLOTS = Averages(DRAFT_STEPS, DRAFT_STEPS, DRAFT_STEPS, PROFIT_STEPS)  # type: ignore[arg-type]
+OF_KINDS = Averages(KIND_STEPS, KIND_STEPS, KIND_STEPS, KIND_STEPS)  # type: ignore[arg-type]
 DRIFT_STEPS = 256.0  # steps without drafts over which gains return to the first ones, so that drafting is tried again
 
 
@@ -71,8 +74,8 @@ def update(auto: AutoState, slots: Slots, values: Averages, known: Averages, num
     pairs = jax.tree.map(pooled, values, known)
     means, some = jax.tree.transpose(jax.tree.structure(values), jax.tree.structure((0, 0)), pairs)
     idle = jax.tree.map(lambda known: ~known & slots.active.reshape(-1, *[1] * (known.ndim - 1)), known)
-    own = auto.slots.moved(values, known, SLOT_STEPS).drifted(idle.gains, num_steps / DRIFT_STEPS)
-    kinds = auto.kinds.moved(means, some, KIND_STEPS).drifted(~some.gains, num_steps / DRIFT_STEPS)
+    own = auto.slots.moved(values, known, OF_SLOTS).drifted(idle.gains, num_steps / DRIFT_STEPS)
+    kinds = auto.kinds.moved(means, some, OF_KINDS).drifted(~some.gains, num_steps / DRIFT_STEPS)
     return dataclasses.replace(auto, slots=own, kinds=kinds)
 
 

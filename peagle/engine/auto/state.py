@@ -49,13 +49,13 @@ class Averages:
         """How often drafts are right, over the drafter's probability of them."""
         return self.right / jnp.maximum(self.confidence, 0.01)
 
-    def moved(self, values: "Averages", known: "Averages", steps: float) -> "Averages":
-        """Average the known values over about this many steps."""
+    def moved(self, values: "Averages", known: "Averages", steps: "Averages") -> "Averages":
+        """Average the known values over about so many steps."""
 
-        def move(average: jax.Array, value: jax.Array, known: jax.Array) -> jax.Array:
+        def move(average: jax.Array, value: jax.Array, known: jax.Array, steps: float) -> jax.Array:
             return average + jnp.where(known, (value - average) / steps, 0.0)
 
-        moved: Averages = jax.tree.map(move, self, values, known)
+        moved: Averages = jax.tree.map(move, self, values, known, steps)
         return moved
 
     def drifted(self, idle: jax.Array, share: jax.Array | float) -> "Averages":

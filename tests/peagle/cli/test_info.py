@@ -123,11 +123,11 @@ def test_info_says_what_auto_drafts(real: Run, directories: Directories, tmp_pat
         said = next(line for line in real("info", str(drafter))[1].splitlines() if "drafts by auto" in line)
         return said.split("auto")[1].strip()
 
-    assert line() == "7 at most per step, from acceptance counted while decoding; there is no speculation.json"
+    assert line() == "7 at most per step; there is no speculation.json"
     (drafter / "speculation.json").write_text('{"num_speculative_tokens": 5}')
-    assert line() == "5 at most per step, from acceptance counted while decoding; by speculation.json"
+    assert line() == "5 at most per step; by speculation.json"
     (drafter / "speculation.json").write_text('{"num_speculative_tokens": "5"}')
-    refused(real("info", str(drafter)), "speculation.json does not say how to draft")
+    refused(real("info", str(drafter)), "speculation.json has num_speculative_tokens '5'; expected")
 
 
 def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peagle.engine.auto.choose import Choice, Drafts, choose_drafts, choose_widths, gains_of
 from peagle.engine.auto.costs import CostTable, StepCosts
-from peagle.engine.auto.learn import SLOT_STEPS, learn, learn_from_plain_steps, update
+from peagle.engine.auto.learn import DRAFT_STEPS, learn, learn_from_plain_steps, update
 from peagle.engine.auto.state import FIRST_PROFIT, LOSS_FRAC, MOST_PAUSE, AutoState, Averages, Slots, pause_after
 from peagle.ops.messages import DraftOutput
 
@@ -88,7 +88,7 @@ def test_a_drafts_chance_is_its_confidence_times_how_often_such_drafts_were_righ
     np.testing.assert_allclose(survival, [np.cumprod([0.8, 0.5, 0.9])] * 2, rtol=1e-5)
     known = jnp.zeros((2, 2, K), bool).at[0, 1, 0].set(True)
     values = averages_of(auto, right=0.4, confidence=0.8)
-    for _ in range(int(8 * SLOT_STEPS)):
+    for _ in range(int(8 * DRAFT_STEPS)):
         auto = update(auto, slots, values, nothing_known(auto, right=known, confidence=known), 1)
     survival = Drafts.of(auto, slots, 1, draft, limits).survival
     np.testing.assert_allclose(survival, np.cumprod([[0.4, 0.5, 0.9], [0.8, 0.5, 0.9]], axis=1), rtol=1e-2)

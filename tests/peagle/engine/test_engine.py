@@ -13,7 +13,7 @@ from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.auto.costs import CostTable
-from peagle.engine.auto.learn import SLOT_STEPS
+from peagle.engine.auto.learn import PROFIT_STEPS
 from peagle.engine.auto.state import FIRST_PROFIT, LOSS_FRAC, AutoState
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import EngineError
@@ -286,7 +286,7 @@ def test_after_steps_whose_tries_do_not_pay_the_next_are_plain(target, plain) ->
     engine.costs = CostTable({1: ((1, 1.0), (2, 1.5), (4, 1e3))}, {1: ((0, 0.2), (3, 1e3))})
     profit, step, num_tries = FIRST_PROFIT, 0, 0
     while step < 59:
-        profit -= (profit + 0.2) / SLOT_STEPS
+        profit -= (profit + 0.2) / PROFIT_STEPS
         step, num_tries = step + 1 + max(0, int(-profit / LOSS_FRAC)), num_tries + 1
     assert num_tries < 25
     looked_up = [0]

@@ -113,7 +113,7 @@ def test_malformed_window_is_refused(directories: Directories, pair: Pair, windo
 def test_a_file_that_names_no_window_is_refused(tmp_path: Path, directories: Directories, text: str) -> None:
     shutil.copytree(directories.drafter, tmp_path / "drafter")
     (tmp_path / "drafter" / "speculation.json").write_text(text)
-    with pytest.raises(InputError, match=r"speculation\.json names the drafter_window .*; expected .*correct it"):
+    with pytest.raises(InputError, match=r"speculation\.json has drafter_window .*; expected .*correct it"):
         peagle.loading.load.load(directories.target, tmp_path / "drafter")
 
 
