@@ -67,7 +67,7 @@ def answer_file(settings: BatchCommand) -> int:
     models = check_models(settings)
     check_files(settings.requests, settings.answers)
     display = Display(quiet=settings.quiet)
-    name = default_name(models[0])
+    name = settings.served_model_name or default_name(models[0])
     engine, builder = load_engine(settings, models, display, f"answering as {name}")
     loop = EngineLoop(engine, MAX_QUEUE)
     batch = BatchFile(

@@ -51,6 +51,8 @@ class Served:
     load: Annotated[LoadConfig, Takes(*LOADED)] = LoadConfig()
     engine: EngineConfig = EngineConfig(slots=4, prefix_cache="on")
     rendering: Annotated[Rendering, Takes("date")] = Rendering()
+    served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
+    """Model name in the API. Default: the name of the target's directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,6 @@ class Serve(Served):
     """
 
     load: Annotated[LoadConfig, Takes(*LOADED, "retain_full_kv")] = LoadConfig()
-    served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
-    """Model name in the API. Default: the name of the target's directory."""
     host: Annotated[str, HOST] = "127.0.0.1"
     port: Annotated[int, Flag(SERVER, "N")] = 8000
     """Port to listen on; 0: any free port."""

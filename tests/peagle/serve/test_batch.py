@@ -263,7 +263,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Pat
     return start
 
 
-def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.CaptureFixture[str], out: Path) -> None:
     assert command([line("0"), line("1"), "{"]) == 0
     said = capfd.readouterr().err
     assert "answering as peagle-demo with K = 3: 2 slots with a context of 128" in said
@@ -274,6 +274,10 @@ def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.Captu
     assert capfd.readouterr().err == ""
     assert command([line("0"), "["], "-q") == 0
     assert capfd.readouterr().err.startswith("peagle: warning: 0 lines answered, 1 refused, 1 answered before")
+    named = line("3", body={"prompt": [50], "max_tokens": 2, "model": "mine"})  # as files for other servers do
+    out.unlink()
+    assert command([named], "--served-model-name", "mine") == 0
+    assert "answering as mine" in capfd.readouterr().err
 
 
 def test_the_command_fails_if_a_line_did_or_every_line_is_refused(
