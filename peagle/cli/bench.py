@@ -177,7 +177,7 @@ def _line(measurement: "Measurement", measured: "Bench") -> dict[str, Any]:
 
 
 def _show(record: dict[str, Any], file: Any) -> None:
-    from peagle.base.memory import format_size
+    from peagle.base.sizes import format_size
     from peagle.measure.metrics import Spread
     from peagle.measure.provenance import origin_text
 

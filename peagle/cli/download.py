@@ -26,7 +26,7 @@ class Download:
 
     def run(self) -> int:
         """Download the files that the cache lacks. Raises InputError for a checkpoint that cannot be fetched."""
-        from peagle.base.memory import format_size
+        from peagle.base.sizes import format_size
         from peagle.cli.display import Display
         from peagle.loading.hub import cache, fetch, is_name, remaining
 
