@@ -95,7 +95,7 @@ def choose(auto: AutoState, slots: Slots, plan: Plan, draft: DraftOutput) -> Cho
     drafts = Drafts.of(auto, slots, DRAFTER, draft, plan.num)
     chosen, sources, takes = drafts, [drafts], jnp.zeros(plan.num.shape, bool)
     if (looked_up := plan.looked_up) is not None:
-        # before times are measured, take the drafter's own drafts: `Engine.count_acceptance` counts these alone
+        # without measured times, as in masked steps, take the drafter's own drafts
         takes = jnp.sum(looked_up.gains, axis=1) > jnp.sum(drafts.gains, axis=1)
         takes &= slots.costs.of_rows(slots.num_active) > 0
         sources = [drafts, looked_up]

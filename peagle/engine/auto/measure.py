@@ -132,16 +132,18 @@ def _cases(active: int, k: int) -> list[Case]:
 # --- costs on disk ----------------------------------------------------------------------------------------------------
 
 
-def store_for(models: Sequence[str], engine: Sequence[int]) -> Path | None:
+def store_for(models: Sequence[str], layout: str, engine: Sequence[int]) -> Path | None:
     """Return the file of an engine's costs on this machine; None for models that were not loaded from files.
 
-    models: fingerprints of target and drafter. engine: what else steps depend on: slots, K, steps per dispatch.
+    models: fingerprints of target and drafter. layout: how they run (`Executor.layout`). engine: what else steps depend
+    on: slots, K, steps per dispatch.
     """
     if not models[0]:
         return None
     device = jax.devices()[0]
     parts = {
         "models": list(models),
+        "layout": layout,
         "engine": list(engine),
         "machine": [platform.node(), device.device_kind, len(jax.devices()), os.cpu_count(), native.status()[0]],
         "versions": [jaxlib.__version__],

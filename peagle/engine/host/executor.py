@@ -77,6 +77,11 @@ class Executor:
         assert self._prefilled is not None
         return self._prefilled
 
+    @property
+    def layout(self) -> str:
+        """Describe how the models run: configs, mesh, forms of the weights; the same text in every process."""
+        return str(self._tree)
+
     @functools.cached_property
     def shapes(self) -> DecodeState:
         shapes: DecodeState = jax.eval_shape(self._init_program, self._models)

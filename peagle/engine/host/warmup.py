@@ -137,7 +137,8 @@ class WarmUp:
     @property
     def _store(self) -> Path | None:
         config, models = self._config, (self._fingerprints.target, self._fingerprints.drafter)
-        return measure.store_for(models, (config.slots, config.num_drafts, config.steps_per_dispatch))
+        layout = self._executor.layout
+        return measure.store_for(models, layout, (config.slots, config.num_drafts, config.steps_per_dispatch))
 
     def _fitting(self, active: int) -> tuple[int, int, int] | None:
         """Choose (prompt tokens, steps, tokens in all) for one of this many slots; None if there are too few pages."""

@@ -8,10 +8,14 @@ import pytest
 from peagle.base.processors import ThreadTimes
 from peagle.drafters.ngram import NGram
 from peagle.engine.auto import measure
+from peagle.engine.auto.measure import store_for
 from peagle.engine.host.engine import Engine
+from peagle.engine.host.handoff import Fingerprints
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig
+from peagle.ops.collectives import Ranks
 from peagle.pair import Pair
+from target.model import GptOss
 from tests.support.toys import check_whole, tiny_target
 
 
@@ -32,6 +36,19 @@ def test_costs_that_another_program_disturbed_are_measured_again(
     assert len(measured) == 1
     assert file.exists() == kept
     assert (engine.one._warm_up.stored_costs() is not None) == kept
+
+
+def test_costs_of_equal_files_that_run_otherwise_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a mesh, with other kernels, or with experts in another form: all of it is in the models' structure."""
+    monkeypatch.setattr(measure, "store_for", store_for)
+    target, config = tiny_target(), ResolvedConfig(3, 8, 256, prefill_chunk=256, adaptive=True)
+    over_two = dataclasses.replace(target, ranks=Ranks("rank", 2))
+
+    def file(target: GptOss, lookup: NGram | None = None) -> Path | None:
+        return Engine(target, NGram(), config, (), Fingerprints("a", "b"), lookup=lookup)._warm_up._store
+
+    assert file(target) == file(tiny_target(seed=1))
+    assert len({file(target), file(over_two), file(target, NGram())}) == 3
 
 
 @pytest.mark.parametrize(("full_pages", "numbers"), [(None, [1, 2, 4, 8]), (7, [1, 2, 4])])
