@@ -181,14 +181,16 @@ def parse(data: bytes | bytearray | memoryview | np.ndarray) -> HandOff:
     whole = np.frombuffer(data, np.uint8)
     try:
         about, tensors = _read(whole)
+        if about["format"] != FORMAT:
+            raise ValueError(f"its format is {about['format']!r}")
         token_ids, drafts = tuple(tensors[TOKEN_IDS].tolist()), {"True": True, "False": False}[about["drafts"]]
         target, drafter = about["target"], about["drafter"]
-        if about["format"] != FORMAT or not isinstance(target, str) or not isinstance(drafter, str):
-            raise ValueError(f"its format is {str(about['format'])[:40]!r}")
+        if not isinstance(target, str) or not isinstance(drafter, str):
+            raise ValueError("it has no fingerprints")
         if tensors[TOKEN_IDS].dtype != np.int32 or tensors[TOKEN_IDS].ndim != 1 or len(token_ids) < 2:
             raise ValueError("it has no tokens")
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise InputError(f"these {len(whole)} bytes are no whole hand-off ({error}){ANOTHER}") from None
+        raise InputError(f"these {len(whole)} bytes are no whole hand-off ({str(error)[:100]}){ANOTHER}") from None
     return HandOff(whole, token_ids, Fingerprints(target, drafter), drafts, tensors)
 
 
@@ -202,7 +204,7 @@ def _read(data: np.ndarray) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     for name, entry in header.items():
         begin, (first, end) = end, entry["data_offsets"]
         if first != begin:  # tensors follow each other
-            raise ValueError(f"the place of {name[:40]!r} is wrong")
+            raise ValueError(f"the place of {name!r} is wrong")
         tensors[name] = body[begin:end].view(DTYPES[entry["dtype"]]).reshape(tuple(entry["shape"]))
     if end != len(body):
         raise ValueError(f"it has {len(body)} of {end} bytes")

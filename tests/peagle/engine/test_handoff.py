@@ -230,11 +230,13 @@ def test_bytes_that_are_no_hand_off_are_refused(sent: HandOff) -> None:
         *(whole[:length] for length in (9, 200, size // 2, size - 1)),
         *(whole.replace(b'"shape": [46]', shape) for shape in (b'"shape": [47]', b'"shape": [45]')),
         *(with_header(sent, lambda header, entry=entry: header.update(more=entry)) for entry in entries),
+        with_header(sent, lambda header: header["token_ids"].update(dtype="F" * 99_999)),
         *(with_metadata(sent, **{name: value}) for name in needed for value in (None, 3)),
         *(with_header(sent, lambda header, name=name: header["__metadata__"].pop(name)) for name in needed),
     ):
-        with pytest.raises(InputError, match=f"these {len(message)} bytes are no whole hand-off .*: hand the request"):
+        with pytest.raises(InputError, match=f"these {len(message)} bytes are no whole hand-off .*: hand") as refused:
             parse(message)
+        assert len(str(refused.value)) < 300, "a sender does not fill the receiver's log"
     with pytest.raises(InputError, match="'peagle hand-off 0'"):
         parse(with_metadata(sent, format="peagle hand-off 0"))
 
