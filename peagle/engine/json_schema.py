@@ -37,6 +37,7 @@ GO_BY = {"properties": "additionalProperties", "patternProperties": "additionalP
 LONGEST_KEPT = 1000  # characters of a schema's JSON whose refusal is kept
 UNKNOWN = "Unimplemented keys"  # beginnings of llguidance's messages
 OVERLAP = "oneOf constraints are not supported"
+SEVERAL = "several of its branches may hold at once"  # of a oneOf
 UNSATISFIABLE = "Unsatisfiable schema: "
 LENIENT = {"lenient": True, "coerce_one_of": True}  # options of llguidance: a oneOf becomes an anyOf
 # llguidance's message about a regular expression: the expression, a mark below the wrong character, the problem
@@ -75,7 +76,8 @@ def enforceable(schema: Any, strict: bool) -> tuple[Any, list[str]]:
     if (reason := _refusal(schema)) is not None:
         if strict or _refusal(schema, lenient=True) is not None:
             raise GrammarError(f"the JSON schema cannot be used: {_placed(schema, reason)}")
-        lost.append(reason)  # of several keywords together, or in a part that only a reference names
+        # of several keywords together, or in a part that only a reference names
+        lost.append(f"oneOf ({SEVERAL})" if reason.startswith(OVERLAP) else reason)
     return schema, [*dict.fromkeys(lost)]
 
 
@@ -205,7 +207,7 @@ def _placed(schema: Any, reason: str) -> str:
     missing, nodes = _NO_TARGET.match(reason), [*_nodes(schema)]
     if reason.startswith(OVERLAP):
         where = " or ".join([path for path, node in nodes if "oneOf" in node][:3])
-        return f"oneOf at {where} is not supported (several of its branches may hold at once); use anyOf"
+        return f"oneOf at {where} is not supported ({SEVERAL}); use anyOf"
     for path, node in nodes if missing else ():
         if isinstance(node.get("$ref"), str) and missing and node["$ref"].endswith(missing[1]):
             return f"$ref at {path} is {brief(node['$ref'])}; expected a part of this schema, such as '#/$defs/a'"

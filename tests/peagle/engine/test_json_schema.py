@@ -134,6 +134,7 @@ def test_a_keyword_that_cannot_be_enforced_is_named_with_its_path_or_left_out(
         ({"minimum": "5"}, "minimum (Expected f64 for 'minimum', got \"5\")"),
         ({"type": "str"}, "type (Invalid type: str)"),
         ({"uniqueItems": True}, "uniqueItems"),
+        (EITHER, "oneOf (several of its branches may hold at once)"),
     ],
 )
 def test_dropped_keyword_is_reported_with_its_reason(single_bytes: Vocabulary, schema: Any, lost: str) -> None:
