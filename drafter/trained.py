@@ -48,8 +48,8 @@ def trained_for(drafter: Path) -> str | None:
 
 def trained_depth(drafter: Path) -> int | None:
     """Return how many drafts per position a drafter was trained for; None without a recipe beside it."""
-    cod = _record_beside(drafter).get("recipe", {}).get("cod")
-    return cod.get("depth") if isinstance(cod, dict) else None
+    depth = _record_beside(drafter).get("recipe", {}).get("depth")
+    return depth if type(depth) is int else None
 
 
 def recorded_coverage(drafter: Path) -> Coverage | None:

@@ -2,6 +2,7 @@
 decides, and what is refused."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import peagle.loading.load
 from drafter.dialects import open_drafter, parse_config
 from drafter.load import save_drafter
 from drafter.propose import Eagle3, PEagle
+from drafter.train.recipe import Recipe
 from peagle.answers.result import Result
 from peagle.base.errors import InputError, InputWarning
 from peagle.cli import main
@@ -143,7 +145,7 @@ def test_windows_go_through_an_export(tmp_path: Path, dialect: str) -> None:
 def test_more_drafts_than_were_trained_are_told(demo: Pair, tmp_path: Path) -> None:
     """The recipe beside a drafter says how many were: beyond these it may run, but gains nothing."""
     shutil.copytree(resolve(DEMO, "drafter"), tmp_path / "drafter")
-    (tmp_path / "recipe.json").write_text('{"recipe": {"cod": {"depth": 5}}}')
+    (tmp_path / "recipe.json").write_text(json.dumps({"recipe": dataclasses.asdict(Recipe(depth=5))}))
     pair = with_drafter(demo, DEMO, tmp_path / "drafter")
     pair.engine(pair.engine_config(5, context=64))
     with pytest.warns(InputWarning, match="K is 9, but the drafter was trained for 5 drafts: .* lower -k to 5"):
