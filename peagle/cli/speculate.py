@@ -143,7 +143,10 @@ def decode(settings: Speculate) -> int:
     display.warn(unused_sampling(settings.sampling))
     colours = " (coloured: accepted drafts, by their position in the step)" if display.shows_drafts else ""
     if (settings.prompt, settings.prompt_file, settings.prompt_ids) == (None, None, None):
-        display.note(f"the built-in example:\n{EXAMPLE}\n\nits answer{colours}:\n")
+        # who piped a prompt must see that it was not read
+        piped = sys.stdin is not None and not sys.stdin.isatty()
+        example = f"the built-in example{' (peagle speculate - reads a prompt from standard input)' if piped else ''}"
+        display.note(f"{example}:\n{EXAMPLE}\n\nits answer{colours}:\n")
     elif colours:
         display.note(f"the answer{colours}:\n")
     pair = load_pair(target, drafter, settings.load, display)

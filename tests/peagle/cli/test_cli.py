@@ -244,10 +244,13 @@ def test_standard_output_is_the_answer_alone_and_standard_error_says_where_it_be
 ) -> None:
     """A model may repeat its prompt, so a reader of both must see where the echo of the built-in example ends."""
     monkeypatch.setattr("peagle.cli.speculate.EXAMPLE", "Hi\n\nyou")  # the toy has a token for each byte
+    monkeypatch.setattr(sys, "stdin", None)
     code, out, err = cli(*SPECULATE)
     answer = toy.generate("Hi\n\nyou", max_new_tokens=12, num_speculative_tokens=0).text
     assert (code, out) == (0, f"{answer}\n")
     assert "the built-in example:\nHi\n\nyou\n\nits answer:\n" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a prompt"))
+    assert "the built-in example (peagle speculate - reads a prompt from standard input):\nHi" in cli(*SPECULATE)[2]
 
 
 def test_options_of_a_chat_template_reach_the_prompt(cli: Run, tokenizer: Tokenizer) -> None:
