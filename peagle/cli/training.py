@@ -360,11 +360,14 @@ def _run(trainer: Trainer, initial: DrafterParams, display: Display) -> DrafterP
 
         try:
             params = dataclasses.replace(trainer, watch=watch, progress=progress).run(initial)
+            if not steps_done(out):
+                interrupt.check()  # there is nothing to write a drafter from
+        except KeyboardInterrupt:
+            display.note("interrupted before the first step was kept; the same command begins again")
+            raise
         except TrainingStopped as error:
             remedy = f"; peagle train --out {out} --resume --minutes 0 writes the drafter so far"
             raise InputError(f"{error}{remedy if steps_done(out) else ''}") from None
-        if not steps_done(out):
-            interrupt.check()  # there is nothing to write a drafter from
     if steps_done(out) < steps and minutes and not interrupt.pressed():
         display.note(f"--minutes {minutes:g} are over: {kept_steps(out, steps)}")
     return params

@@ -21,6 +21,7 @@ from drafter.propose import Eagle3
 from drafter.train.folder import LOG, best_held_out, read_log
 from drafter.train.row_batches import RowBatches
 from drafter.train.shards import Document, open_folder, read_shards, write_shard
+from drafter.train.trainer import Trainer
 from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.answers.result import decode
@@ -348,6 +349,12 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch, batch: int) -> Iterator[None]:
     with monkeypatch.context() as patch:
         press_ctrl_c_at(patch, RowBatches, "at", batch)
         yield
+
+
+def test_ctrl_c_before_the_first_step_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, Trainer, "run")
+        assert "interrupted before the first step was kept; the same command begins again" in lab.train(code=130)
 
 
 def test_a_training_goes_on_after_ctrl_c_to_the_same_bits_and_takes_more_steps(
