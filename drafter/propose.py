@@ -29,7 +29,7 @@ from peagle.ops.attention import (
     attend_paged,
     group_layers,
     init_pools,
-    own_tables,
+    own_cache,
 )
 from peagle.ops.linear import embed, linear
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
@@ -91,8 +91,7 @@ class _Cached:
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches with their own pages, for `capacity` positions of the target and a pass of rows."""
         widest_write += self.block_drafts or 0  # a DFlash pass writes its whole block, for any number of drafts
-        tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
-        return PagedCache(self.init_pages([table.size for table in tables]), tables)
+        return own_cache(self.cache_groups, self.init_pages, batch, capacity, widest_write)
 
     def absorb(
         self,

@@ -26,7 +26,7 @@ from peagle.ops.attention import (
     attention,
     group_layers,
     init_pools,
-    own_tables,
+    own_cache,
 )
 from peagle.ops.collectives import Ranks
 from peagle.ops.expert_matmul import expert_block
@@ -126,8 +126,7 @@ class GptOss:
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches with their own pages, for `capacity` positions and a pass of `widest_write` rows."""
-        tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
-        return PagedCache(self.init_pages([table.size for table in tables]), tables)
+        return own_cache(self.cache_groups, self.init_pages, batch, capacity, widest_write)
 
     def extend(
         self,

@@ -39,7 +39,8 @@ from peagle.cli.display import Display, duration
 from peagle.cli.output import say
 from peagle.config import AUTO
 from peagle.loading.checkpoints import DEMO, from_anywhere, name_for_others, or_demo, resolve
-from peagle.loading.load import default_dtype, load
+from peagle.loading.defaults import default_dtype
+from peagle.loading.load import load
 from peagle.loading.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.metrics import figure_text
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line

@@ -14,24 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from peagle.base.checkpoint import fingerprint
-from peagle.base.errors import InputError, InputWarning, cannot_start
+from peagle.base.errors import InputError, InputWarning
 from peagle.base.memory import refuse_too_large, tree_bytes
 from peagle.base.sizes import format_size
-from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK, DtypeName, ExpertsChoice, KernelsChoice, Reduction
+from peagle.config import AUTO, DtypeName, ExpertsChoice, KernelsChoice, Reduction
 from peagle.engine.devices.remote import Coordinator
 from peagle.engine.host.handoff import Fingerprints
 from peagle.loading.checkpoints import DEMO, WEIGHTLESS, another_target, auto_drafts, drafter_path, resolve
+from peagle.loading.defaults import chosen_implementation, default_chunk, default_dtype, steps_per_dispatch
 from peagle.loading.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
-from peagle.ops import cuda
 from peagle.ops.attention import CacheGroup
 from peagle.ops.collectives import Ranks
-from peagle.ops.kernels import Implementation, describe_kernels, for_weights
+from peagle.ops.kernels import Implementation, describe_kernels
 from peagle.ops.linear import PackedMatrix, SplitMatrix, split_outputs, to_mxfp4
-from peagle.ops.native import available as native_available
 from peagle.pair import Loaded, Pair
 from peagle.parallel.mesh import AXIS, MeshShape, Sharded, make_meshes, parse_mesh, replicate, shard
 from peagle.protocols import Drafter, Target
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from target.load import LoadedTarget
     from target.model import GptOss
 
-MOST_STEPS_PER_DISPATCH = 24
 NO_STOP_TOKEN = (  # a warning, which follows the directory's name
     "no stop token is named in generation_config.json, config.json or the tokenizer's files, so every answer takes its "
     "whole budget; expected eos_token_id in generation_config.json"
@@ -108,7 +105,7 @@ def load(
         _vocabulary(target_directory, drafter_directory, draft_vocab)
     chosen_window(drafter_directory, drafter_window)
     tokenizer = load_tokenizer(target_directory)
-    implementation = _implementation(kernels)
+    implementation = chosen_implementation(kernels)
     dtype = dtype or default_dtype(target_directory, implementation)
 
     _refuse_too_large(target_directory, drafter_directory, dtype, experts, implementation, shape or MeshShape())
@@ -224,7 +221,7 @@ def resolve_layout(
     """
     from target.load import chosen_experts
 
-    directory, implementation = resolve(target, "target"), _implementation(kernels)
+    directory, implementation = resolve(target, "target"), chosen_implementation(kernels)
     dtype = dtype or default_dtype(directory, implementation)
     return dtype, chosen_experts(directory, jnp.dtype(dtype), experts, implementation)
 
@@ -460,42 +457,3 @@ def _vocabulary(target_directory: Path, drafter_directory: Path | None, draft_vo
         raise InputError("a draft vocabulary is given, but no drafter with weights; give a drafter, or leave it out")
     files = inspect_target(target_directory)
     return choose(str(draft_vocab), drafter_directory, files.config.vocab_size, files.stop_token_ids)
-
-
-def default_chunk() -> int:
-    """Return the prompt tokens per pass on JAX's default device."""
-    return GPU_CHUNK if jax.default_backend() == "gpu" else DEFAULT_CHUNK
-
-
-def steps_per_dispatch(num_bytes: int) -> int:
-    """Choose the steps per dispatch for a target of num_bytes of weights.
-
-    On CPU so many that they read about 640 MB, in 10 to 30 ms, because a dispatch costs the host about a millisecond
-    (8 % of a step of 4 ms). On other devices 1: a loop over steps would synchronise with the host after each.
-    """
-    if jax.default_backend() != "cpu":
-        return 1
-    return int(np.clip(640_000_000 // num_bytes, 1, MOST_STEPS_PER_DISPATCH))
-
-
-def _implementation(kernels: KernelsChoice) -> Implementation | None:
-    """Choose the implementation of a pair's ops. Raises InputError if "native" is named and no kernels run here."""
-    if kernels == "native" and not (native_available() or cuda.available()):
-        raise InputError(f"the native kernels do not run here: {describe_kernels().removeprefix('XLA: ')}")
-    return "xla" if kernels == "xla" else for_weights()
-
-
-def default_dtype(target_directory: Path, implementation: Implementation | None) -> DtypeName:
-    """Return bfloat16, as GPT-OSS is published; float32 on CPUs if the checkpoint is not stored so or XLA multiplies.
-
-    XLA on CPU takes about three times as long for bfloat16. Raises InputError if JAX cannot start on its platform.
-    """
-    from target.load import stored_dtype
-
-    try:
-        on_cpu = jax.default_backend() == "cpu"
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(cannot_start(error)) from None
-    if on_cpu and (implementation != "native" or stored_dtype(target_directory) != jnp.bfloat16):
-        return "float32"
-    return "bfloat16"

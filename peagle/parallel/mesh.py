@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from peagle.base.errors import InputError
-from peagle.ops.attention import CacheGroup, PagedCache, Pages, own_tables
+from peagle.ops.attention import CacheGroup, PagedCache, Pages, own_cache
 from peagle.ops.messages import VerifyOutput
 from peagle.protocols import Target
 
@@ -163,8 +163,7 @@ class Sharded:
         return tuple(map(over_ranks, jax.eval_shape(lambda: self.parts.init_pages(num_pages))))
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
-        tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
-        return PagedCache(self.init_pages([table.size for table in tables]), tables)
+        return own_cache(self.cache_groups, self.init_pages, batch, capacity, widest_write)
 
     def extend(
         self,

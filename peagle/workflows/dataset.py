@@ -16,7 +16,7 @@ from drafter.train.shards import PART, TAUGHT, Document, read_part, shard_path, 
 from peagle.base import interrupt
 from peagle.base.errors import InputError
 from peagle.base.files import reason_of
-from peagle.loading.load import default_dtype
+from peagle.loading.defaults import default_dtype
 from peagle.workflows.answers import is_cut
 from target.config import default_aux_layer_ids
 from target.load import load_target

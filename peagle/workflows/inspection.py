@@ -19,8 +19,9 @@ from peagle.config import AUTO
 from peagle.engine.memory.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, shared_slots
 from peagle.loading.checkpoints import auto_drafts
+from peagle.loading.defaults import default_chunk, default_dtype, steps_per_dispatch
 from peagle.loading.fit import chosen_window, describe_aux_layers, windowed
-from peagle.loading.load import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
+from peagle.loading.load import NO_STOP_TOKEN
 from peagle.loading.speculation import SPECULATION_FILE
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
 from peagle.ops.kernels import describe_kernels, for_weights

@@ -20,7 +20,7 @@ from peagle.base.memory import tree_bytes
 from peagle.config import AUTO, NumDrafts, SamplingParams
 from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.request import Request
-from peagle.loading.load import default_chunk
+from peagle.loading.defaults import default_chunk
 from peagle.measure.bench import BenchOptions, bench
 from peagle.measure.profile import profile
 from peagle.ops import cuda

@@ -17,8 +17,9 @@ from peagle.engine.devices.free_memory import LEAST_PREFIX_BYTES, FreeMemory
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.loading.checkpoints import DEMO_DIRECTORY, drafter_path, resolve
+from peagle.loading.defaults import default_dtype
 from peagle.loading.fit import check_fit
-from peagle.loading.load import default_dtype, load, with_drafter
+from peagle.loading.load import load, with_drafter
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, from_ids
 from peagle.workflows.random_checkpoint import random_tensors
@@ -465,8 +466,9 @@ def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
         for kernels in ("native", "xla")
     }
     assert outputs["native"] == outputs["xla"]
-    monkeypatch.setattr("peagle.loading.load.describe_kernels", lambda: "XLA: no compiler was found")
-    monkeypatch.setattr("peagle.loading.load.native_available", lambda: False)
+    for module in ("defaults", "load"):
+        monkeypatch.setattr(f"peagle.loading.{module}.describe_kernels", lambda: "XLA: no compiler was found")
+    monkeypatch.setattr("peagle.loading.defaults.native_available", lambda: False)
     with pytest.raises(InputError, match="no compiler was found"):
         load(directories.target, None, kernels="native")
     assert load(directories.target, None).loaded.kernels == "XLA: no compiler was found"

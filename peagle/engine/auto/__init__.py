@@ -6,8 +6,9 @@ A step asks three things, all pure functions of arrays; what they remember is `A
     choose.py   whether the drafter runs, and which drafts to verify: those whose expected gain exceeds their cost
     learn.py    what the outcome of a step teaches
 
-A draft's chance to be accepted, after the drafts before it, is its confidence times trust: how often recent drafts of
-its source (drafter or lookup drafter) at its position were right, over their confidence. Draft i survives if drafts
+A draft's chance to be accepted, after the drafts before it, is its confidence times the
+calibration: how often recent drafts of its source (drafter or lookup drafter) at its position were right, over their
+confidence. Draft i survives if drafts
 0..i are accepted: its survival is the product of their chances. A draft teaches if the token at its position becomes
 known, whether it was verified or not: a step that accepts n drafts teaches by drafts 0..n of each source.
 

@@ -32,7 +32,7 @@ class Drafts:
         assert draft.confidence is not None
         # one that is not finite is none: averages must not learn from it
         confidence = jnp.where(jnp.isfinite(draft.confidence), draft.confidence, 0.0)
-        survival = jnp.cumprod(jnp.minimum(confidence * auto.slots.trust[:, source], 1.0), axis=1)
+        survival = jnp.cumprod(jnp.minimum(confidence * auto.slots.calibration[:, source], 1.0), axis=1)
         return cls(draft.token_ids, confidence, num, survival, gains_of(survival, num, slots))
 
 

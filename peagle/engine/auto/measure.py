@@ -132,10 +132,10 @@ def _cases(active: int, k: int) -> list[Case]:
 # --- costs on disk ----------------------------------------------------------------------------------------------------
 
 
-def store_for(models: Sequence[str], layout: str, engine: Sequence[int]) -> Path | None:
+def store_for(models: Sequence[str], models_text: str, engine: Sequence[int]) -> Path | None:
     """Return the file of an engine's costs on this machine; None for models that were not loaded from files.
 
-    models: fingerprints of target and drafter. layout: how they run (`Executor.layout`). engine: what else steps depend
+    models: fingerprints of target and drafter. models_text: how they run (`Executor`). engine: what else steps depend
     on: slots, K, steps per dispatch.
     """
     if not models[0]:
@@ -143,7 +143,7 @@ def store_for(models: Sequence[str], layout: str, engine: Sequence[int]) -> Path
     device = jax.devices()[0]
     parts = {
         "models": list(models),
-        "layout": layout,
+        "models_text": models_text,
         "engine": list(engine),
         "machine": [platform.node(), device.device_kind, len(jax.devices()), os.cpu_count(), native.status()[0]],
         "versions": [jaxlib.__version__],

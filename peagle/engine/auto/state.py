@@ -45,7 +45,7 @@ class Averages:
     profit: jax.Array  # [N]: what steps that tried to draft gained
 
     @property
-    def trust(self) -> Float[Array, "N source K"]:
+    def calibration(self) -> Float[Array, "N source K"]:
         """How often drafts are right, over the drafter's probability of them."""
         return self.right / jnp.maximum(self.confidence, 0.01)
 

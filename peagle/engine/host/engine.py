@@ -404,14 +404,15 @@ class Engine(EngineBase):
 
     def prepare(self, needs: Needs, measuring: Measuring | None) -> None:
         with self._lock:
-            measures = measuring is not None and self.config.adaptive and self.costs is None
-            if measures:
+            if self.costs is not None or not self.config.adaptive:
+                measuring = None
+            if measuring is not None:
                 self.costs = self._warm_up.stored_costs()
             compiled = self._compile(needs)
-            if measuring is not None and measures and self.costs is None:
+            if measuring is not None and self.costs is None:
                 self.costs = self._warm_up.measured_costs(measuring)
                 compiled |= self._compile(needs)
-            if compiled or measures:
+            if compiled or measuring is not None:
                 self._clock.reset()
 
     def _compile(self, needs: Needs) -> bool:

@@ -78,7 +78,7 @@ class Executor:
         return self._prefilled
 
     @property
-    def layout(self) -> str:
+    def models_text(self) -> str:
         """Describe how the models run: configs, mesh, forms of the weights; the same text in every process."""
         return str(self._tree)
 

@@ -137,8 +137,8 @@ class WarmUp:
     @property
     def _store(self) -> Path | None:
         config, models = self._config, (self._fingerprints.target, self._fingerprints.drafter)
-        layout = self._executor.layout
-        return measure.store_for(models, layout, (config.slots, config.num_drafts, config.steps_per_dispatch))
+        sizes = config.slots, config.num_drafts, config.steps_per_dispatch
+        return measure.store_for(models, self._executor.models_text, sizes)
 
     def _fitting(self, active: int) -> tuple[int, int, int] | None:
         """Choose (prompt tokens, steps, tokens in all) for one of this many slots; None if there are too few pages."""

@@ -12,6 +12,7 @@ from peagle.ops.attention.paged import (
     group_layers,
     init_pages,
     init_pools,
+    own_cache,
     own_tables,
     paged_attention,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "group_layers",
     "init_pages",
     "init_pools",
+    "own_cache",
     "own_tables",
     "paged_attention",
     "split_heads",

@@ -115,6 +115,18 @@ def own_tables(
     return tuple(jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count) for count in counts)
 
 
+def own_cache(
+    groups: Sequence[CacheGroup],
+    init_pages: Callable[[Sequence[int]], tuple[Pages, ...]],
+    batch: int,
+    capacity: int,
+    widest_write: int,
+) -> PagedCache:
+    """Make empty caches with their own pages, for `capacity` positions and a pass of `widest_write` rows."""
+    tables = own_tables(groups, batch, capacity + widest_write, widest_write)
+    return PagedCache(init_pages([table.size for table in tables]), tables)
+
+
 def rows_by_layer(
     groups: Sequence[CacheGroup],
     windows: Sequence[int | None],

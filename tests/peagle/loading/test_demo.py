@@ -15,7 +15,8 @@ from peagle.cli.speculate import EXAMPLE
 from peagle.config import Drafts, EngineConfig
 from peagle.engine.host.inspection import step_programs
 from peagle.loading.checkpoints import DEMO, DEMO_DFLASH, DEMO_DIRECTORY, DEMO_EAGLE3, HELD_OUT
-from peagle.loading.load import MOST_STEPS_PER_DISPATCH, with_drafter
+from peagle.loading.defaults import MOST_STEPS_PER_DISPATCH
+from peagle.loading.load import with_drafter
 from peagle.loading.speculation import read_auto_drafts
 from peagle.ops import native
 from peagle.ops.linear import PackedMatrix
