@@ -87,22 +87,14 @@ def type_tag(value: Any) -> str:
     return f"[{kind}]"
 
 
-def list_or_text(value: Any) -> str:
-    """Return the tag of the branch of a union of a text and a list."""
-    return "[list]" if isinstance(value, list) else "[text]"
-
-
-def object_or_text(value: Any) -> str:
-    """Return the tag of the branch of a union of a text and an object."""
-    return "[object]" if isinstance(value, dict | pydantic.BaseModel) else "[text]"
+BY_TYPE = Discriminator(type_tag)
+LIST_OR_TEXT = Discriminator(lambda value: "[list]" if isinstance(value, list) else "[text]")
+OBJECT_OR_TEXT = Discriminator(lambda value: "[object]" if isinstance(value, dict | pydantic.BaseModel) else "[text]")
 
 
 def _is_neutral(key: str, value: Any) -> bool:
     is_bool = isinstance(value, bool)  # in Python, 1 equals True
     return any(value == neutral and is_bool == isinstance(neutral, bool) for neutral in NEUTRAL.get(key, ()))
-
-
-BY_TYPE, LIST_OR_TEXT, OBJECT_OR_TEXT = map(Discriminator, (type_tag, list_or_text, object_or_text))
 
 
 class Body(pydantic.BaseModel):
@@ -341,13 +333,9 @@ class PastCustomCall(Past):
         return CalledFunction(name=self.custom.name, arguments=arguments)
 
 
-def _tag_of_call(value: Any) -> str:
-    return "[custom]" if type_tag(value) == "[custom]" else "[function]"
-
-
 PastCall = Annotated[
     Annotated[PastFunctionCall, Tag("[function]")] | Annotated[PastCustomCall, Tag("[custom]")],
-    Discriminator(_tag_of_call),
+    Discriminator(lambda value: "[custom]" if type_tag(value) == "[custom]" else "[function]"),
 ]
 
 
