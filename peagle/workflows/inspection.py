@@ -102,7 +102,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: str, slots: int, pos
             "takes at most 1.15 of its weights",
         ),
         ("  pages of each", f"{format_size(caches)} bfloat16, with --slots {slots} --context {positions}"),
-        (f"  together on an {device.upper()}", f"{format_size(total)}; {fits} into its {format_size(int(memory))}"),
+        (f"  together on an {device.upper()}", f"{format_size(total)}; {fits} into its {format_size(memory)}"),
     ]
 
 

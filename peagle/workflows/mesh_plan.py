@@ -34,7 +34,7 @@ KINDS = {  # the displayed kind of a leaf
 }
 
 
-DEVICES = {"H100": 80e9, "H200": 141e9, "B200": 180e9}  # bytes of memory
+DEVICES = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}  # bytes of memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def target_pages(
     return groups, page_bytes(groups, init_pages)
 
 
-def memory_of(device: str) -> float:
+def memory_of(device: str) -> int:
     """Return the bytes of a device's memory. Raises InputError for an unknown one."""
     if device.upper() not in DEVICES:
         raise InputError(f"the device is {device!r}; expected {', '.join(DEVICES)}", "device")
