@@ -95,8 +95,8 @@ class SharedState:
         self, body: Sampled, formatter: Formatter, requests: Sequence[Request], **options: bool
     ) -> Generation:
         """Send the requests of a body to the engine. options: see `Generation`."""
-        options["stream"] = body.stream
-        return Generation(self.loop, requests, formatter, self.metrics, constraint=constraint_field(body), **options)
+        field = constraint_field(body)
+        return Generation(self.loop, requests, formatter, self.metrics, stream=body.stream, constraint=field, **options)
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (see `RequestBuilder.prompt_logprobs`)."""

@@ -27,13 +27,7 @@ from peagle.serve.response_chat import as_chat
 from peagle.serve.responses import ResponsesFormatter
 from peagle.text.tokenizer import Tokenizer, detokenize
 from tests.support.harmony import CALL, RETURN, USER
-from tests.support.servers import (
-    HARMONY_SPECIALS,
-    MODEL,
-    K,
-    chat_of,
-    events_of,
-)
+from tests.support.servers import HARMONY_SPECIALS, MODEL, K, chat_of, events_of
 
 INPUT = '{"input": "d\\u00e9j\\u00e0"}'
 PARTS = [  # of answers: control tokens, what headers hold, texts, bytes of incomplete characters
