@@ -212,12 +212,10 @@ def _measure(
 
 def _left_out(folder: "Folder") -> Iterator[str]:
     """Count by prompt file the conversations that are left out or cut, with the first reason."""
-    conversations = folder.conversations()
-    for source in folder.plan.sources:
-        reasons = [known.why for known in conversations if known.prompts == source.name and known.why]
+    for name, reasons in folder.left_out().items():
         if reasons:
             count = "1 conversation" if len(reasons) == 1 else f"{len(reasons)} conversations"
-            yield f"{source.name}: {count} left out or cut, the first: {reasons[0]}"
+            yield f"{name}: {count} left out or cut, the first: {reasons[0]}"
 
 
 def _plan(settings: Sweep) -> Plan:

@@ -155,7 +155,7 @@ def of_workload(rows: Iterable[VariantRow], workload: Workload) -> list[VariantR
 def best(rows: Iterable[VariantRow]) -> VariantRow | None:
     """Choose a workload's row with the highest speed-up.
 
-    Leaves out rows that lack requests, and an `auto` that never drafted, which is plain decoding.
+    Leaves out rows that lack requests, and those without a draft: plain decoding, and an `auto` that never drafted.
     """
     rows = [row for row in rows if row.speedup is not None]
     most = max((row.num_requests for row in rows), default=0)

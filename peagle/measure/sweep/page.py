@@ -148,16 +148,22 @@ def notes(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[str]:
 
 def tables(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[tuple[str, Table]]:
     """Yield (title, table of variants) for each workload, and for its many requests at once."""
+    return ((title, table) for title, table, _ in _sections(folder, rows))
+
+
+def _sections(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[tuple[str, Table, Iterator[Picture]]]:
+    """Yield (title, table, pictures) as `tables` does; a picture is drawn when it is taken."""
     for workload in folder.plan.workloads:
-        own = of_workload(rows, workload)
-        for title, part, columns in (
-            (workload.label, alone(own), COLUMNS),
-            (f"{workload.label}: many requests at once", concurrent(own), (AT_ONCE, *COLUMNS)),
+        own, label = of_workload(rows, workload), workload.label
+        singly, together = alone(own), concurrent(own)
+        for title, part, columns, pictures in (
+            (label, singly, COLUMNS, _pictures(folder.plan, label, singly)),
+            (f"{label}: many requests at once", together, (AT_ONCE, *COLUMNS), _pictures_of_loads(label, together)),
         ):
             used = [column for column in columns if any(column.text(row) != "-" for row in part)]
             if used:
                 cells = [[column.text(row) for column in used] for row in part]
-                yield title, Table([column.name for column in used], cells, num_names=1 + (AT_ONCE in used))
+                yield title, Table([column.name for column in used], cells, num_names=1 + (AT_ONCE in used)), pictures
 
 
 def run_blocks(folder: Folder, rows: Sequence[VariantRow]) -> list[Block]:
@@ -169,10 +175,10 @@ def run_blocks(folder: Folder, rows: Sequence[VariantRow]) -> list[Block]:
         *_listed(f"**{plain(line)}.**" for line in headlines(folder, rows)),
         *_listed(f"{plain(line)}." for line in notes(folder, rows)),
     ]
-    shown = list(tables(folder, rows))
-    for title, table in shown:
-        blocks += [heading(title), table, *_pictures(plan, title, rows)]
-    used = {name for _, table in shown for name in table.header}
+    used: set[str] = set()
+    for title, table, pictures in _sections(folder, rows):
+        blocks += [heading(title), table, *pictures]
+        used.update(table.header)
     legend = [f"- **{c.name}:** {plain(c.meaning)}." for c in (AT_ONCE, *COLUMNS) if c.name in used]
     return [*blocks, "\n".join([*legend, f"- {plain(INTERVALS)}."]), heading("How it was measured"), *_origin(folder)]
 
@@ -184,21 +190,23 @@ def _listed(items: Iterable[str]) -> Iterator[str]:
         yield lines[0] if len(lines) == 1 else "\n".join(f"- {line}" for line in lines)
 
 
-def _pictures(plan: Plan, title: str, rows: Sequence[VariantRow]) -> Iterator[Picture]:
-    """Draw the pictures of a table's title."""
-    workload = next(workload for workload in plan.workloads if title.partition(": many")[0] == workload.label)
-    own, slug = of_workload(rows, workload), _slug(workload.label)
-    if title == workload.label:
-        series = _series(plan, alone(own))
-        drawn = {"speedup": (_draw_speedup(series), "Speed-up over K.")}
-        widest = {name: [(n, rate) for n, rate in enumerate(_widest(line), 1)] for name, line in series.items()}
-        drawn["positions"] = _draw_positions(widest), "Share of steps that accepted a draft, at the largest K."
-    else:
-        by_label: dict[str, list[charts.Point]] = {}
-        for row in concurrent(own):
-            by_label.setdefault(variant_text(row.label), []).append((row.concurrency or 1, row.tok_per_s))
-        drawn = {"concurrency": (_draw_concurrency(by_label), "Total tokens a second over the requests at once.")}
-    yield from (Picture(f"{slug}_{name}", svg, caption) for name, (svg, caption) in drawn.items() if svg)
+def _pictures(plan: Plan, label: str, rows: Sequence[VariantRow]) -> Iterator[Picture]:
+    """Draw one request at a time. label: the workload's."""
+    series = _series(plan, rows)
+    if svg := _draw_speedup(series):
+        yield Picture(f"{_slug(label)}_speedup", svg, "Speed-up over K.")
+    widest = {name: [(n, rate) for n, rate in enumerate(_widest(line), 1)] for name, line in series.items()}
+    if svg := _draw_positions(widest):
+        yield Picture(f"{_slug(label)}_positions", svg, "Share of steps that accepted a draft, at the largest K.")
+
+
+def _pictures_of_loads(label: str, rows: Sequence[VariantRow]) -> Iterator[Picture]:
+    """Draw many requests at once. label: the workload's."""
+    series: dict[str, list[charts.Point]] = {}
+    for row in rows:
+        series.setdefault(variant_text(row.label), []).append((row.concurrency or 1, row.tok_per_s))
+    if svg := _draw_concurrency(series):
+        yield Picture(f"{_slug(label)}_concurrency", svg, "Total tokens a second over the requests at once.")
 
 
 def _series(plan: Plan, rows: Sequence[VariantRow]) -> dict[str, list[VariantRow]]:
@@ -281,9 +289,9 @@ def _origin(folder: Folder) -> Iterator[Block]:
 
 
 def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
-    conversations = folder.conversations()
+    reasons = folder.left_out()
     for source in folder.plan.sources:
-        left_out = [known.why for known in conversations if known.prompts == source.name and known.why]
+        left_out = reasons[source.name]
         parts = [
             f"layout {source.layout}, {source.num_used} of {source.num_rows} rows, sha256 {source.sha256[:HASH]}",
             "" if source.max_turns is None else f"turns of each: at most {source.max_turns}",

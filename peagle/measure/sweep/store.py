@@ -1,6 +1,7 @@
 """The folder of a run. A run that is killed loses at most the requests being decoded.
 
-    run.json       schema, plan, provenance ("origins": one per process of the run and its resumes); at the end "rows"
+    run.json       schema, plan, provenance ("origins": one per process of the run and its resumes); at the end figures:
+                   "rows", and of many requests at once "by_concurrency"
     prompts.jsonl  a line per conversation: its requests, and why it is left out or cut short
     raw.jsonl      a line per decoded request, or per error of a variant, in the order of decoding
 
@@ -137,6 +138,14 @@ class Folder:
     def conversations(self) -> list[SweepConversation]:
         """Read prompts.jsonl, which may still lack conversations (`has_prompts`)."""
         return list(record.read(self.path / PROMPTS, lambda line: record_of(SweepConversation, line)))
+
+    def left_out(self) -> dict[str, list[str]]:
+        """List by source why conversations are left out or cut short."""
+        conversations = self.conversations()
+        return {
+            source.name: [known.why for known in conversations if known.prompts == source.name and known.why]
+            for source in self.plan.sources
+        }
 
     @property
     def has_prompts(self) -> bool:
