@@ -32,7 +32,7 @@ class Download:
 
         if others := [name for name in self.names if not is_name(name)]:
             raise InputError(f"{others[0]} is no name on the Hub; expected OWNER/NAME, such as openai/gpt-oss-20b")
-        display = Display()
+        display, kept = Display(), f"complete files stay in {cache()}; the same command downloads the rest"
         for name in dict.fromkeys(self.names):
             with display.stage(f"looking up {name}"):
                 missing = remaining(name)
@@ -41,7 +41,6 @@ class Download:
                 continue
             files = f"{missing.num_files} file{'s' * (missing.num_files > 1)}"
             display.note(f"downloading {name} into {cache()}: {files}, {format_size(missing.num_bytes)}")
-            kept = f"complete files stay in {cache()}; the same command downloads the rest"
-            with display.on_interrupt(lambda kept=kept: kept), display.stage(f"downloading {name}") as progress:  # type: ignore[misc]
+            with display.on_interrupt(lambda: kept), display.stage(f"downloading {name}") as progress:
                 fetch(missing, progress)
         return 0

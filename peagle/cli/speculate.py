@@ -143,7 +143,7 @@ def decode(settings: Speculate) -> int:
     display.warn(unused_sampling(settings.sampling))
     colours = " (coloured: accepted drafts, by their position in the step)" if display.shows_drafts else ""
     if (settings.prompt, settings.prompt_file, settings.prompt_ids) == (None, None, None):
-        # who piped a prompt must see that it was not read
+        # a person who pipes a prompt must see that it is not read
         piped = sys.stdin is not None and not sys.stdin.isatty()
         example = f"the built-in example{' (peagle speculate - reads a prompt from standard input)' if piped else ''}"
         display.note(f"{example}:\n{EXAMPLE}\n\nits answer{colours}:\n")

@@ -67,7 +67,7 @@ def over_rounds(rounds: Sequence[float], others: Sequence[float] = ()) -> tuple[
 
     By Welch's t of their logarithms. None for fewer than FEWEST_ROUNDS.
     """
-    sides = [np.log(side) for side in (rounds, others) if side is rounds or len(side)]
+    sides = [np.log(side) for side in ((rounds, others) if others else (rounds,))]
     if any(len(side) < FEWEST_ROUNDS for side in sides):
         return None
     variances = np.array([side.var(ddof=1) / len(side) for side in sides])
