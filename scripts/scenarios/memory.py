@@ -29,18 +29,21 @@ INTERVAL_S = 0.001
 @contextlib.contextmanager
 def peak(figures: Json, name: str, before: int) -> Iterator[None]:
     """Measure the peak anonymous memory of this process beyond `before`."""
-    seen, ended = [anonymous_bytes()], threading.Event()
+    highest, ended = anonymous_bytes(), threading.Event()
 
     def watch() -> None:
+        nonlocal highest
         while not ended.wait(INTERVAL_S):
-            seen[0] = max(seen[0], anonymous_bytes())
+            highest = max(highest, anonymous_bytes())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    yield
-    ended.set()
-    watcher.join()
-    figures[name] = max(seen[0], anonymous_bytes()) - before  # the thread may never have run
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+    figures[name] = max(highest, anonymous_bytes()) - before  # the thread may never have run
 
 
 def anonymous_bytes() -> int:
