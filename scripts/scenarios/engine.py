@@ -18,6 +18,7 @@ from pathlib import Path
 
 from peagle.base.errors import InputError
 from peagle.base.files import expect_new
+from peagle.loading.checkpoints import from_anywhere
 from peagle.measure.reports import Block
 from scripts import runs
 from scripts.runs import ROOT, Json, Lines, Run, turns
@@ -53,14 +54,12 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
 
 def bench(checkout: Path, target: str, options: str) -> Iterator[Json]:
     """Run a checkout's `peagle bench`; yield its tests. Raises InputError with its last line if it fails."""
-    target_path = str(Path(target).resolve()) if Path(target).exists() else target
-    command = [sys.executable, "-m", "peagle", "bench", target_path, *shlex.split(options), "--json", "-"]
+    command = [sys.executable, "-m", "peagle", "bench", from_anywhere(target), *shlex.split(options), "--json", "-"]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [
-            f"it ended with status {done.returncode}"
-        ]  # a killed one says nothing
-        raise InputError(f"peagle bench in {checkout.name}: {said[-1]}")
+        # one that is killed prints nothing
+        lines = [f"it ended with status {done.returncode}", *done.stderr.strip().splitlines()]
+        raise InputError(f"peagle bench in {checkout.name}: {lines[-1]}")
     for test in json.loads(done.stdout)["tests"]:
         if test.get("active", test["slots"]) == test["slots"]:  # older ones also time engines with idle slots
             named = {name: test[name] for name in TEST}
@@ -69,13 +68,14 @@ def bench(checkout: Path, target: str, options: str) -> Iterator[Json]:
 
 def rows(lines: Sequence[Json]) -> list[Json]:
     """Make a row per model and test: spreads over rounds, of times and of their ratios within a round."""
-    of_rounds, made = Lines(lines), []
-    for test in dict.fromkeys(tuple(line[name] for name in ("model", *TEST)) for line in lines):
-        own = dict(zip(("model", *TEST), test, strict=True))
+    of_rounds, table = Lines(lines), []
+    names = ("model", *TEST)
+    for test in dict.fromkeys(tuple(line[name] for name in names) for line in lines):
+        own = dict(zip(names, test, strict=True))
         sides = {side: {**own, "side": side} for side in (NOW, BEFORE)}
         row = {**own, **{f"{side}_ms": runs.spread(of_rounds.values("ms_per_pass", **sides[side])) for side in sides}}
-        made.append(row | {"speedup": of_rounds.over("ms_per_pass", sides[BEFORE], sides[NOW])})
-    return made
+        table.append(row | {"speedup": of_rounds.over("ms_per_pass", sides[BEFORE], sides[NOW])})
+    return table
 
 
 def page(record: Json) -> list[Block]:
