@@ -21,7 +21,6 @@ from peagle.measure.metrics import Spread
 from peagle.measure.provenance import origin_text, provenance, tuning
 from peagle.measure.record import Json as Json
 from peagle.measure.record import append
-from peagle.measure.record import rotated as rotated
 from peagle.measure.record import turns as turns
 from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file

@@ -195,8 +195,8 @@ def make_pair(work: Path, target: Path, out: Path) -> None:
         config = json.loads((drafter / CONFIG).read_text(encoding="utf-8"))
         kept = {key: value for key, value in config.items() if key not in WINDOW_FIELDS}
         (drafter / CONFIG).write_text(dumps(kept, indent=2), encoding="utf-8")
-        says = {"num_speculative_tokens": DRAFTS[name], WINDOW_KEY: WINDOW}
-        (drafter / SPECULATION_FILE).write_text(dumps(says) + "\n", encoding="utf-8")
+        speculation = {"num_speculative_tokens": DRAFTS[name], WINDOW_KEY: WINDOW}
+        (drafter / SPECULATION_FILE).write_text(dumps(speculation) + "\n", encoding="utf-8")
 
 
 def install(work: Path) -> None:

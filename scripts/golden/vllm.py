@@ -78,8 +78,8 @@ def ours(pair: Pair, k: int, requests: Sequence[Request]) -> list[Answer]:
 def theirs(vllm: Child, requests: Sequence[Request], stop_token_ids: Sequence[int]) -> Iterator[Answer]:
     """Decode the requests with vLLM, one after the other. Raises InputError if it does not run."""
     for request in requests:
-        asked = {"prompt_ids": list(request.prompt_ids), "num_tokens": request.max_new_tokens}
-        answer = vllm.call("answer", **asked, stop_token_ids=list(stop_token_ids))
+        arguments = {"prompt_ids": list(request.prompt_ids), "num_tokens": request.max_new_tokens}
+        answer = vllm.call("answer", **arguments, stop_token_ids=list(stop_token_ids))
         steps = answer["speculative_decoding"]
         counts = {name: steps[name] for name in COUNTS}
         yield Answer(tuple(answer["token_ids"]), tuple(steps.get("per_step_accepted", ())), counts)

@@ -6,7 +6,7 @@ from peagle.measure.reports import Block, Table
 from scripts.runs import Json, number_text, table, title
 
 CHECKS = {"ok", "copy_gb_per_s", "left_out", "weight_bytes"}
-HIDDEN = ("section", "said", "at")  # of a check's line
+HIDDEN = ("section", "at")  # of a check's line
 # of rows that have the first field: the columns of their table
 TABLES = {
     "part": ("shape", "batch", "part", "us", "mb", "gb_per_s"),
@@ -37,7 +37,7 @@ def page(record: Json) -> list[Block]:
         "lies between them. GB/s: what a part reads, over its time. With an acceptance length that others published: "
         "the measured steps at that length.",
         *([Table(("check", "result"), checks)] if checks else []),
-        *(made for made in tables if made.rows),
+        *(shown for shown in tables if shown.rows),
     ]
 
 

@@ -48,10 +48,6 @@ class Child:
             raise self._died() from None
         return self._answer()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def close(self) -> None:
         """End the process."""
         self._process.kill()

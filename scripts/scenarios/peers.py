@@ -120,13 +120,13 @@ def engines(named: str, vllm_python: str | None, build: Build | None) -> list[st
     if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"--engines names {unknown[0]!r}; expected names of {', '.join(NAMES)} with commas between")
     absent = [module for module in ("torch", "transformers") if importlib.util.find_spec(module) is None]
-    whys = {
+    reasons = {
         VLLM: cannot_run("--vllm-python", vllm_python, "vllm") if VLLM in names else None,
         LLAMA: "no --llama-cpp was given" if build is None else None,
         **dict.fromkeys(TRANSFORMERS, f"{absent[0]} is not installed" if absent else None),
     }
-    if why := [f"{name} cannot run here: {whys[name]}" for name in names if whys.get(name)]:
-        raise InputError(f"{why[0]}; give --engines without it, or what it needs")
+    if missing := [f"{name} cannot run here: {reasons[name]}" for name in names if reasons.get(name)]:
+        raise InputError(f"{missing[0]}; give --engines without it, or what it needs")
     return names
 
 
@@ -182,8 +182,8 @@ class Site:
 
     def groups(self, count: int) -> list[Sequence[list[int]]]:
         """Return the prompts that are decoded together: of the demo all prompts, else the first `count`."""
-        every = self.prompts if self.demo else self.prompts[:count]
-        return [every[first : first + count] for first in range(0, len(every), count)]
+        prompts = self.prompts if self.demo else self.prompts[:count]
+        return [prompts[first : first + count] for first in range(0, len(prompts), count)]
 
 
 @dataclass(frozen=True)
@@ -238,13 +238,13 @@ def entries_of(names: Sequence[str], site: Site, options: argparse.Namespace) ->
         for drafter in options.drafters
         for k in options.k
         for name in names
-        if can_draft(name, site, drafter, k)
+        if supports(name, site, drafter, k)
     ]
     return [*(entry(name, site) for name in names), *drafted]
 
 
-def can_draft(name: str, site: Site, drafter: str, k: K) -> bool:
-    """Test whether an engine has such drafts."""
+def supports(name: str, site: Site, drafter: str, k: K) -> bool:
+    """Test whether an engine drafts with this drafter and K."""
     if name == VLLM:
         return drafter in ("p-eagle", "eagle3") and isinstance(k, int)
     if name == LLAMA:
@@ -342,14 +342,14 @@ def rows_of(lines: Sequence[Json], entries: Sequence[Entry]) -> Iterator[Json]:
     for count in sorted({line["requests"] for line in lines}):
         for own in entries:
             mine = {"engine": own.engine, "drafts": own.drafts, "requests": count}
-            if not (found := of_rounds.of(**mine)):
+            if not (measured := of_rounds.of(**mine)):
                 continue
             ours, plain = {**mine, "engine": OURS}, {**mine, "drafts": PLAIN}
-            row = {"model": found[0]["model"], **mine}
+            row = {"model": measured[0]["model"], **mine}
             row |= {name: runs.spread(of_rounds.values(name, **mine)) for name in FIGURES}
             if own.drafts != PLAIN:
                 row["over_plain"] = of_rounds.over("tok_per_s", mine, plain)
-                row["equal_frac"] = min(line["equal_frac"] for line in found)
+                row["equal_frac"] = min(line["equal_frac"] for line in measured)
             if own.engine != OURS:
                 row["ours_over_peer"] = of_rounds.over("tok_per_s", ours, mine)
                 row["ours_over_peer_prefill"] = of_rounds.over("prefill_tok_per_s", ours, mine)

@@ -12,10 +12,10 @@ import pytest
 
 from peagle.base.errors import InputError
 from peagle.loading.checkpoints import DEMO, DEMO_EAGLE3, resolve
+from peagle.measure.record import rotated
 from peagle.workflows.random_checkpoint import write_random_checkpoint, write_random_drafter
 from scripts.peers import ours
 from scripts.peers.llama import Build
-from scripts.runs import rotated
 from scripts.scenarios import peers
 from scripts.scenarios.peers import (
     LLAMA,
@@ -23,9 +23,9 @@ from scripts.scenarios.peers import (
     PLAIN,
     VLLM,
     Site,
-    can_draft,
     entry,
     random_prompts,
+    supports,
 )
 from target.load import inspect_target
 from tests.scripts.conftest import GEOMETRY
@@ -46,14 +46,14 @@ def test_prompts_are_the_same_for_every_engine_and_differ() -> None:
 
 
 class Scripted:
-    """An engine that answers at once, and notes what it was asked."""
+    """An engine that answers at once, and notes its calls."""
 
     def __init__(self, answer: list[int]) -> None:
-        self.answer, self.asked = answer, list[dict[str, Any]]()
+        self.answer, self.calls = answer, list[dict[str, Any]]()
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         assert do == "decode"
-        self.asked.append(arguments)
+        self.calls.append(arguments)
         answers = [self.answer] * len(arguments["prompts"])
         return {"prefill_s": 0.1, "decode_s": 0.02, "steps": 5, "token_ids": answers}
 
@@ -64,10 +64,10 @@ def test_requests_are_decoded_together_by_engines_that_can() -> None:
     entries.append(entry(VLLM, SITE, "p-eagle", 5))
     engines = {own.process: Scripted([*range(10), 10 + (own.drafts != PLAIN)]) for own in entries}
     lines = list(peers.run_rounds(entries, engines, SITE, OPTIONS))  # type: ignore[arg-type]
-    every = [{"prompts": PROMPTS[:count], "num_tokens": 11, "stop_token_ids": []} for count in (1, 3)] * 4
+    shared = [{"prompts": PROMPTS[:count], "num_tokens": 11, "stop_token_ids": []} for count in (1, 3)] * 4
     for own in entries:
-        asked = [call | own.arguments for call in every]
-        assert engines[own.process].asked == (asked if own.several else asked[::2])
+        calls = [arguments | own.arguments for arguments in shared]
+        assert engines[own.process].calls == (calls if own.several else calls[::2])
     assert [(line["round"], line["engine"], line["drafts"], line["requests"]) for line in lines] == [
         (number, own.engine, own.drafts, count)
         for number in (1, 2, 3)
@@ -109,10 +109,10 @@ def test_ratios_are_taken_within_a_round() -> None:
 def test_engines_draft_what_they_can() -> None:
     demo = dataclasses.replace(SITE, demo=True)
     ways = [("p-eagle", 5), ("eagle3", 5), ("eagle3", "auto:4"), ("dflash", 3), ("dflash", 7), ("ngram", 3)]
-    can = {name: [way for way in ways if can_draft(name, demo, *way)] for name in (OURS, VLLM, LLAMA)}
+    can = {name: [way for way in ways if supports(name, demo, *way)] for name in (OURS, VLLM, LLAMA)}
     assert can == {OURS: ways, VLLM: ways[:2], LLAMA: [ways[1], *ways[4:]]}
-    assert not can_draft("transformers-bf16", demo, "eagle3", 5)
-    assert not can_draft(LLAMA, SITE, "eagle3", 5)
+    assert not supports("transformers-bf16", demo, "eagle3", 5)
+    assert not supports(LLAMA, SITE, "eagle3", 5)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -187,14 +187,14 @@ def test_llama_cpp_is_asked_by_its_driver(tmp_path: Path, text: str) -> None:
     (tmp_path / "CMakeCache.txt").write_text("LLAMA_CPP:PATH=/sources/llama.cpp\n")
     (tmp_path / "driver").write_text(text)
     (tmp_path / "driver").chmod(stat.S_IRWXU)
-    found = Build.find(tmp_path)
-    assert found.sources == Path("/sources/llama.cpp")
-    drafting = found.drafting(Path("target"), "ngram", "ngram", 5, Path("ngram.gguf"))
+    build = Build.find(tmp_path)
+    assert build.sources == Path("/sources/llama.cpp")
+    drafting = build.drafting(Path("target"), "ngram", "ngram", 5, Path("ngram.gguf"))
     if text != DRIVER:
         with pytest.raises(InputError, match=r"^llama\.cpp: its process ended with status 1 \(error: no such file\)$"):
-            found.start(Path("target.gguf"), 640, PROMPTS, drafting)
+            build.start(Path("target.gguf"), 640, PROMPTS, drafting)
         return
-    with found.start(Path("target.gguf"), 640, PROMPTS, drafting) as child:
+    with build.start(Path("target.gguf"), 640, PROMPTS, drafting) as child:
         assert child.described["computes"] == "1 threads; AVX2"
-        asked = {"prompts": [[1, 2]], "num_tokens": 8, "stop_token_ids": [7]}
-        assert child.call("decode", **asked) == {"do": "decode", "decode_s": 1.0, "passes": 4, "steps": 4, **asked}
+        call = {"prompts": [[1, 2]], "num_tokens": 8, "stop_token_ids": [7]}
+        assert child.call("decode", **call) == {"do": "decode", "decode_s": 1.0, "passes": 4, "steps": 4, **call}
