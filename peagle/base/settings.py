@@ -57,8 +57,8 @@ def naming(path: Path) -> Iterator[None]:
 def whole(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
     """Read a whole number of `least` or more. Raises InputError for another value, and without a value or default."""
     value = _value(config, key, default)
-    integral = isinstance(value, int | float) and not isinstance(value, bool) and value == math.floor(value)
-    if not integral or not least <= value <= LARGEST:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    if not numeric or not least <= value <= LARGEST or value != math.floor(value):  # NaN and infinity have no floor
         raise InputError(f"{key} is {brief(value)}; expected a whole number of {least} or more")
     return int(value)
 

@@ -422,6 +422,7 @@ SLIDING = {"layer_types": ["sliding_attention"]}
         ({"intermediate_size": 27}, r"gate_proj.weight"),
         ({"draft_vocab_size": 62}, r"draft_vocab_size 62 exceeds its vocab_size 61"),
         ({"target_hidden_size": 13}, r"fc.weight reads 36 values; expected 3 hidden states of target_hidden_size 13"),
+        ({"target_hidden_size": float("nan")}, r"config.json: target_hidden_size is nan; expected a whole number"),
         ({"target_hidden_size": "wide"}, r"config.json: target_hidden_size is 'wide'; expected a whole number"),
         ({IDS: [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
         ({IDS: [2, 5, 5]}, r"layers \[1, 4, 4\], one of them twice; expected each .* once"),
