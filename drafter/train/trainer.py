@@ -154,20 +154,19 @@ class Trainer:
 
     def _due(self, done: int, ends: bool) -> set[str]:
         """Return what follows a step: it is measured, saved and evaluated every so often and at the end."""
-        every = {SAVED: self.save_every}
-        every |= {HELD_OUT: self.held_out_every} if self.held_out is not None else {}
-        every |= {EVALUATION: self.evaluate_every} if self.evaluate is not None else {}
-        due = {what for what, steps in every.items() if ends or (steps and done % steps == 0)}
+        due = {what for what, steps in self._every.items() if ends or (steps and done % steps == 0)}
         return due | {LOGGED} if due or done % self.log_every == 0 else due
 
+    @property
+    def _every(self) -> dict[str, int]:
+        """The steps between two of what follows a step; 0: it follows the last one only."""
+        every = {SAVED: self.save_every}
+        every |= {HELD_OUT: self.held_out_every} if self.held_out is not None else {}
+        return every | {EVALUATION: self.evaluate_every} if self.evaluate is not None else every
+
     def _pauses_after(self, done: int) -> dict[str, int]:
-        """Count the evaluations and held-out losses still to come."""
-        kinds = {EVALUATION: (self.evaluate, self.evaluate_every), HELD_OUT: (self.held_out, self.held_out_every)}
-        return {
-            kind: -(-self.steps // every) - done // every if every else 1
-            for kind, (what, every) in kinds.items()
-            if what is not None
-        }
+        """Count what is still to come after a step, by kind."""
+        return {kind: -(-self.steps // every) - done // every if every else 1 for kind, every in self._every.items()}
 
     def _evaluate(self, done: int, state: State, ends: bool, clock: Clock) -> None:
         if self.evaluate is None:
