@@ -12,7 +12,11 @@ long_written and short_written, long_p_eagle, long_eagle3 and long_dflash, the d
 
 pair/ holds the result. With --install it replaces the pair and the held-out prompts in peagle/demo; its card is then
 written by hand.
-About eight hours on two cores, and 6 GB; the result is the same within noise.
+About eight hours on two cores, and 6 GB.
+
+Earlier builds let the rates of p_eagle, dflash and the long drafters fall over the last 80 % of the steps; their mask
+token was <|mask|>. `peagle train` lets rates fall over the last 60 %, and takes the highest id that the data lacks. No
+pair built so has been measured: the card of peagle/demo describes an earlier one.
 """
 
 import json
