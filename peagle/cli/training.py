@@ -345,7 +345,7 @@ def _evaluation(
 def _run(trainer: Trainer, initial: DrafterParams, display: Display) -> DrafterParams:
     """Train, with progress. Raises InputError if the training cannot go on, and KeyboardInterrupt after Ctrl-C."""
     steps, out, minutes = trainer.steps, trainer.out, trainer.minutes
-    with display.on_interrupt(lambda: kept_steps(out, steps)), display.stage("training", animated=False, unit="steps"):
+    with display.stage("training", animated=False, unit="steps"):
 
         def progress(step: int, left_s: float | None) -> None:
             display.begin_run("training", step, steps, left_s, unit="steps")
@@ -364,7 +364,8 @@ def _run(trainer: Trainer, initial: DrafterParams, display: Display) -> DrafterP
             if not steps_done(out):
                 interrupt.check()  # there is nothing to write a drafter from
         except KeyboardInterrupt:
-            display.note("interrupted before the first step was kept; the same command begins again")
+            none = "interrupted before the first step was kept; the same command begins again"
+            display.note(f"interrupted: {kept_steps(out, steps)}" if steps_done(out) else none)
             raise
         except TrainingStopped as error:
             remedy = f"; peagle train --out {out} --resume --minutes 0 writes the drafter so far"

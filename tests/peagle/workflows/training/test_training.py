@@ -354,7 +354,9 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch, batch: int) -> Iterator[None]:
 def test_ctrl_c_before_the_first_step_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         press_ctrl_c_at(patch, Trainer, "run")
-        assert "interrupted before the first step was kept; the same command begins again" in lab.train(code=130)
+        messages = lab.train(code=130)
+    assert "interrupted before the first step was kept; the same command begins again" in messages
+    assert messages.count("interrupted") == 1
 
 
 def test_a_training_goes_on_after_ctrl_c_to_the_same_bits_and_takes_more_steps(
