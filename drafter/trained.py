@@ -1,5 +1,6 @@
 """Read a folder of `peagle train`: the path of its drafter, the target, the coverage of its draft vocabulary."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def read_record(run: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return {**record, "recipe": dict(record["recipe"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{path} cannot be read; expected what peagle train writes: take another --out") from None
 
 
@@ -55,7 +56,9 @@ def trained_depth(drafter: Path) -> int | None:
 def recorded_coverage(drafter: Path) -> Coverage | None:
     """Return how much of its data a narrowed drafter can propose; None if no recipe beside it has it."""
     stored = _record_beside(drafter).get(COVERAGE)
-    return Coverage(**stored) if isinstance(stored, dict) else None
+    names = [field.name for field in dataclasses.fields(Coverage)]
+    figures = [stored.get(name) for name in names] if isinstance(stored, dict) else [None]
+    return Coverage(*figures) if all(isinstance(figure, int | float) for figure in figures) else None
 
 
 def _record_beside(drafter: Path) -> dict[str, Any]:

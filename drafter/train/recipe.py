@@ -7,10 +7,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from peagle.base.errors import InputError
-from peagle.base.flag import DRAFTER, LEARNING, Flag, check_least, layers_reader
+from peagle.base.flag import DRAFTER, LEARNING, Flag, check_least, check_type, layers_reader
+from peagle.base.settings import brief
 
 # cross_entropy        with the token in the data
 # kl                   with the target's distribution, minus its entropy: 0 is perfect
@@ -116,11 +117,10 @@ class Recipe:
             raise InputError(f"weight_decay is {self.weight_decay}; expected 0 or more", "weight_decay")
 
     def over(self, recorded: Mapping[str, Any]) -> "Recipe":
-        """Return a recipe read from a recipe.json, with what is typed in this one instead."""
+        """Read the recipe of a recipe.json (`read_recipe`), and replace what is typed in this one."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values = own | {name: value for name, value in recorded.items() if name in own}
-        values |= {name: value for name, value in own.items() if value is not None and name not in DECIDED}
-        return Recipe(**{**values, "room": tuple(map(tuple, values["room"]))})
+        typed = {name: value for name, value in own.items() if value is not None and name not in DECIDED}
+        return dataclasses.replace(read_recipe(recorded), **typed)
 
     def describe(self) -> str:
         """Example: muon at rates of 0.008 and 0.003, rising over 2% of the steps and falling over the last 60%."""
@@ -129,3 +129,26 @@ class Recipe:
             rates = f"rates of {self.learning_rate:.2g} and {self.other_rate:.2g}"
         rises, falls = (f"{100 * frac:.3g}%" for frac in (self.warmup_frac, self.decay_frac))
         return f"{self.optimizer} at {rates}, rising over {rises} of the steps and falling over the last {falls}"
+
+
+def read_recipe(recorded: Mapping[str, Any]) -> Recipe:
+    """Read a recipe as `fill` decided it from a recipe.json. Raises InputError that names a bad value."""
+    kinds = {**get_type_hints(Recipe), "optimizer": OptimizerName, "learning_rate": float}
+    if recorded.get("optimizer") == "muon":
+        kinds["other_rate"] = float
+    values = {name: _tuples(recorded.get(name)) for name in kinds}
+    for name, value in values.items():
+        check_type(f"recipe.{name}", value, kinds[name])
+    recipe = Recipe(**values)
+    parts, depths = recipe.parts or 1, recipe.depth - 1
+    if [len(part) for part in recipe.room] != [depths] * parts:
+        raise InputError(
+            f"recipe.room is {brief(recorded['room'])}; expected numbers for {depths} depths of {parts} "
+            f"{'part' if parts == 1 else 'parts'}"
+        )
+    return recipe
+
+
+def _tuples(value: Any) -> Any:
+    """Turn the lists of a JSON value into tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -14,7 +14,7 @@ import jax
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, MOVABLE, steps_done
-from drafter.train.recipe import Recipe
+from drafter.train.recipe import DECIDED, Recipe, read_recipe
 from drafter.train.shards import NAME, read_manifest, total_tokens
 from drafter.train.trainer import Trainer
 from drafter.trained import COVERAGE, RECIPE, read_record
@@ -22,7 +22,9 @@ from drafter.vocabulary import Coverage
 from peagle.base import interrupt
 from peagle.base.errors import InputError
 from peagle.base.files import holds_files, write_text_whole
+from peagle.base.flag import check_type
 from peagle.base.records import describe_difference, flat
+from peagle.base.settings import brief, mapping, whole
 from peagle.base.strict_json import dumps
 from peagle.measure.provenance import provenance
 from peagle.workflows.training_data import TrainingData
@@ -32,21 +34,41 @@ MEASURED_FRAC = 0.05  # of --minutes, to measure slow steps
 LEAST_BETWEEN, MEASURED_TIMES = 10, 20  # losses on held-out documents: the fewest steps between two, the most of them
 LEAST_BETWEEN_EVALUATIONS, EVALUATION_TIMES = 200, 10  # the same of evaluations
 PLANNED_FRAC = 0.9  # of --minutes, so that a machine that slows down still ends the schedule
+# of recipe.json, besides `coverage`, `provenance` and `continued`
+PARTS = ("schema", "steps", "recipe", "drafter", "target", "init", "draft_vocab", "data", COMMAND)
 OPTIONS = {  # by value in recipe.json, if the option has another name
     "data.held_out": "--held-out",
     "recipe.compute_dtype": "--dtype",
     "drafter.windows": "--drafter-window",
 }
+TYPED = {field.name for field in dataclasses.fields(Recipe)} - set(DECIDED)  # values of a recipe that are options
 
 
 def begun_in(out: Path) -> dict[str, Any] | None:
-    """Read a training's record; None for a new folder. Raises InputError for another folder."""
+    """Read a training's record; None for a new folder. Raises InputError for another folder, and a damaged record."""
     if (record := read_record(out)) is not None:
-        return record
+        return _checked(out / RECIPE, record)
     if out.exists() and (not out.is_dir() or holds_files(out)):
         state = f"holds files, but no {RECIPE}" if out.is_dir() else "is a file"
         raise InputError(f"{out} {state}; expected a new folder, or one of a training")
     return None
+
+
+def _checked(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record. Raises InputError if it lacks a part, or if a training cannot continue with a value of it."""
+    if missing := [part for part in PARTS if part not in record]:
+        raise InputError(f"{path} has no {missing[0]}; expected what peagle train writes: take another --out")
+    try:
+        steps, data = whole(record, "steps"), mapping(record, "data")
+        read_recipe(record["recipe"])
+        check_type("data.held_out", data.get("held_out"), float)
+        if not 0 <= data["held_out"] <= 0.5:
+            raise InputError(f"data.held_out is {data['held_out']}; expected a fraction from 0 to 0.5")
+        if not isinstance(continued := record.get("continued", []), list):
+            raise InputError(f"continued is {brief(continued)}; expected a list")
+    except InputError as error:
+        raise InputError(f"{path}: {error}: take another --out") from None
+    return {**record, "steps": steps}
 
 
 def training_record(
@@ -94,17 +116,16 @@ def write_recipe(
         known = {} if covered is None else {COVERAGE: dataclasses.asdict(covered)}
         _write(out, {**record, COMMAND: dict(command), **known, "provenance": provenance()})
         return
-    if missing := [part for part in (*record, COMMAND) if part not in begun]:
-        raise InputError(f"{out / RECIPE} has no {missing[0]}; expected what peagle train writes: take another --out")
     then, now = (flat({part: values[part] for part in record if part != "steps"}) for values in (begun, record))
     if difference := describe_difference(then, now, _option):
         raise InputError(f"{out} was begun with {difference}; expected the same: take another --out")
     steps = begun["steps"]
     if record["steps"] < steps:
         raise InputError(f"{out} was begun with {steps} steps, now it is {record['steps']}; expected as many or more")
-    updated = {**begun, COMMAND: {**begun[COMMAND], **{name: command[name] for name in MOVABLE}}}
+    recorded = begun[COMMAND] if isinstance(begun[COMMAND], Mapping) else command
+    updated = {**begun, COMMAND: {**recorded, **{name: command[name] for name in MOVABLE}}}
     if record["steps"] > steps:
-        continued = [*begun.get("continued", ()), {"at": steps_done(out), "steps_before": steps}]
+        continued = [*begun.get("continued", []), {"at": steps_done(out), "steps_before": steps}]
         updated |= {"steps": record["steps"], "continued": continued}
     if updated != begun:
         _write(out, updated)
@@ -115,9 +136,11 @@ def _option(key: str) -> str:
     if key in OPTIONS:
         return OPTIONS[key]
     kind, _, name = key.partition(".")
-    if kind == "drafter":
-        return f"the drafter's {name.replace('_', ' ')}"
-    return "--" + (name if kind == "recipe" else kind).replace("_", "-")
+    if kind in MOVABLE:
+        return "--" + kind.replace("_", "-")
+    if kind == "recipe" and name in TYPED:
+        return "--" + name.replace("_", "-")
+    return f"the {kind}'s {name.replace('_', ' ')}" if name else f"the {kind}"
 
 
 def _write(out: Path, record: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """A narrowed head: the same drafter over fewer tokens."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from drafter.propose import PEagle
+from drafter.trained import COVERAGE, DRAFTER, RECIPE, recorded_coverage
 from drafter.vocabulary import (
     FREQUENT_TOKENS,
     Coverage,
@@ -131,3 +133,15 @@ def test_coverage_of_a_draft_vocabulary_bounds_the_acceptance(
     measured = coverage([np.array(text) for text in texts], (4, 5), num_drafts)
     assert measured == Coverage(frac, limit, num_drafts)
     assert measured.describe() == f"{frac:.1%} of the tokens, so at most {limit:.2f} a step at K = {num_drafts}"
+
+
+def test_a_recorded_coverage_is_read_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    figures = {"frac": 0.8, "acceptance_limit": 3.4, "num_drafts": 7}
+    for stored, expected in (
+        (figures, Coverage(0.8, 3.4, 7)),
+        ({**figures, "frac": "most"}, None),
+        ({"frac": 0.8}, None),
+        ([], None),
+    ):
+        (tmp_path / RECIPE).write_text(json.dumps({"recipe": {}, COVERAGE: stored}))
+        assert recorded_coverage(tmp_path / DRAFTER) == expected

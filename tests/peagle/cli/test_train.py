@@ -1,5 +1,6 @@
 """The options of `peagle train`, and the record of them from which a training goes on."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from drafter.trained import RECIPE
 from peagle.cli.command import read_record, record
 from peagle.cli.train import Train
 from peagle.config import LoadConfig
+from peagle.workflows.training import PARTS
 from tests.support.commands import all_refused, refused, run
 
 GIVEN = Train(
@@ -51,6 +53,7 @@ GIVEN = Train(
     resume=True,
     quiet=True,
 )
+FILLED = Recipe(depth=3, optimizer="adamw", learning_rate=0.1, room=((5, 4),))
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -80,7 +83,8 @@ def test_a_record_that_is_not_understood_is_refused(
 
 def refuses_to_resume(command: Any, says: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Expect a record with these options to be refused."""
-    (out / RECIPE).write_text(json.dumps({"recipe": {}, COMMAND: command}))
+    whole = {**dict.fromkeys(PARTS), "steps": 9, "data": {"held_out": 0.1}, "recipe": dataclasses.asdict(FILLED)}
+    (out / RECIPE).write_text(json.dumps({**whole, COMMAND: command}))
     refused(run(capsys, "train", "--out", str(out), "--resume"), says, "repeat the command without --resume")
 
 

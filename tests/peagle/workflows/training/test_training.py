@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -388,13 +389,62 @@ def test_a_training_goes_on_after_ctrl_c_to_the_same_bits_and_takes_more_steps(
     assert "6 steps of 2 rows" in card_of(lab.out)
 
 
-@pytest.mark.parametrize("part", ["command", "steps"])
-def test_a_recipe_without_a_part_is_refused_without_resume_too(lab: Lab, trained: Path, part: str) -> None:
+def test_a_recipe_without_a_part_is_refused_without_resume_too(lab: Lab, trained: Path) -> None:
     out = Path(shutil.copytree(trained, lab.out))
-    recipe = json.loads((out / "recipe.json").read_text())
-    del recipe[part]
-    (out / "recipe.json").write_text(json.dumps(recipe))
-    assert f"recipe.json has no {part}; expected what peagle train writes" in lab.train(code=2)
+    record = recipe_of(out)
+    assert {"command", "steps", "data"} < record.keys()
+    for part in record.keys() - {"provenance"}:
+        (out / RECIPE).write_text(json.dumps({key: value for key, value in record.items() if key != part}))
+        says = "cannot be read" if part == "recipe" else f"has no {part}"
+        assert f"recipe.json {says}; expected what peagle train writes" in lab.train(code=2)
+
+
+DAMAGED = [  # (a part, its value, or the values of its keys, what is said)
+    ("steps", "many", "steps is 'many'; expected a whole number of 1 or more"),
+    ("steps", None, "steps is null; expected a number"),
+    ("steps", math.inf, "steps is inf; expected a whole number of 1 or more"),
+    ("steps", -4, "steps is -4; expected a whole number of 1 or more"),
+    ("data", None, "data.held_out is None; expected a valid number"),
+    ("data", [], "data is []; expected an object"),
+    ("data", {"held_out": 7}, "data.held_out is 7; expected a fraction from 0 to 0.5"),
+    ("recipe", {"room": None}, "recipe.room is None; expected a list"),
+    ("recipe", {"room": [[1.5]]}, "recipe.room is [(1.5,)]; expected a list"),
+    ("recipe", {"room": [[3]]}, "recipe.room is [[3]]; expected numbers for 2 depths of 1 part"),
+    ("recipe", {"parts": 0}, "parts is 0; expected 1 to 32, the tokens of a row"),
+    ("recipe", {"rows": "two"}, "recipe.rows is 'two'; expected a valid integer"),
+    ("recipe", {"optimizer": None}, "recipe.optimizer is None; expected one of 'adamw', 'muon'"),
+    ("recipe", {"optimizer": "muon", "other_rate": None}, "recipe.other_rate is None; expected a valid number"),
+    ("continued", 3, "continued is 3; expected a list"),
+]
+
+
+def test_a_damaged_record_is_refused_in_one_line(lab: Lab, trained: Path) -> None:
+    """With the value and a remedy, with --resume and without."""
+    out = Path(shutil.copytree(trained, lab.out))
+    record = recipe_of(out)
+    for part, value, says in DAMAGED:
+        changed = {**record[part], **value} if isinstance(value, dict) else value
+        (out / RECIPE).write_text(json.dumps({**record, part: changed}))
+        for messages in (lab.train(code=2), lab.resume(code=2)):
+            assert f"recipe.json: {says}: take another --out" in messages
+
+
+@pytest.mark.usefixtures("no_step")
+def test_a_command_without_resume_mends_the_recorded_one(lab: Lab, trained: Path) -> None:
+    out = Path(shutil.copytree(trained, lab.out))
+    record = recipe_of(out)
+    (out / RECIPE).write_text(json.dumps({**record, "command": []}))
+    assert "repeat the command without --resume instead" in lab.resume(code=2)
+    lab.train("--steps 4")
+    assert recipe_of(out)["command"]["target"] == record["command"]["target"]
+
+
+def test_a_value_that_is_no_option_is_named_as_such(lab: Lab, trained: Path) -> None:
+    out = Path(shutil.copytree(trained, lab.out))
+    record = recipe_of(out)
+    changed = {**record, "schema": 2, "recipe": {**record["recipe"], "min_ratio": 0.2}}
+    (out / RECIPE).write_text(json.dumps(changed))
+    expect_all(lab.train(code=2), "the schema 2 (now 1)", "the recipe's min ratio 0.2 (now None)")
 
 
 @pytest.mark.usefixtures("no_step")
