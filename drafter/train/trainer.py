@@ -159,13 +159,13 @@ class Trainer:
 
     @property
     def _every(self) -> dict[str, int]:
-        """The steps between two of what follows a step; 0: it follows the last one only."""
+        """Steps between two saves, held-out losses or evaluations, by kind; 0: only after the last step."""
         every = {SAVED: self.save_every}
         every |= {HELD_OUT: self.held_out_every} if self.held_out is not None else {}
         return every | {EVALUATION: self.evaluate_every} if self.evaluate is not None else every
 
     def _pauses_after(self, done: int) -> dict[str, int]:
-        """Count what is still to come after a step, by kind."""
+        """Count the saves, held-out losses and evaluations still to come."""
         return {kind: -(-self.steps // every) - done // every if every else 1 for kind, every in self._every.items()}
 
     def _evaluate(self, done: int, state: State, ends: bool, clock: Clock) -> None:
