@@ -118,8 +118,8 @@ def with_positions(config: DrafterConfig, target: TargetConfig | None, name: Pat
 
 def _trained_for(source: Path) -> str | None:
     """Return the target of the training whose folder holds the drafter; None if no record names it."""
-    record = read_record(source.parent)
-    return None if record is None or COMMAND not in record else record[COMMAND]["target"] or DEMO
+    command = (read_record(source.parent) or {}).get(COMMAND)
+    return (command["target"] or DEMO) if isinstance(command, dict) and "target" in command else None
 
 
 def _load(
@@ -233,9 +233,19 @@ def _is_training(run: Path) -> bool:
 
 
 def _training(run: Path) -> str:
-    """Describe a training and its acceptance; "" for another folder."""
+    """Describe a training and its acceptance; "" for another folder. Raises InputError for a damaged record."""
     if not _is_training(run):
         return ""
+    try:
+        return _describe_training(run)
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{run}: {RECIPE} or {LOG} is damaged ({error!r}); expected what peagle train writes: copy the folder "
+            f"{DRAFTER} elsewhere, and export the copy"
+        ) from None
+
+
+def _describe_training(run: Path) -> str:
     record = json.loads((run / RECIPE).read_text(encoding="utf-8"))
     recipe, log = record["recipe"], list(read_log(run / LOG))
     done = max((line["step"] for line in log), default=0)

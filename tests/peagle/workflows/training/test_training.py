@@ -698,6 +698,18 @@ def test_export_takes_the_target_from_the_training(lab: Lab, trained: Path) -> N
     lab.run(0, command, again, "--verifier some/target")
 
 
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [("command", "--dialect speculators needs --verifier"), ("data", "recipe.json or log.jsonl is damaged")],
+)
+def test_a_damaged_record_is_told_when_the_drafter_is_exported(lab: Lab, trained: Path, part: str, says: str) -> None:
+    shutil.copytree(trained, lab.out)
+    (lab.out / RECIPE).write_text(json.dumps({**recipe_of(trained), part: []}))
+    out = lab.root / "theirs"
+    assert says in lab.run(2, f"export {lab.out} --dialect speculators --out {out}")
+    assert not out.exists()
+
+
 def test_the_folder_of_a_training_is_its_drafter(lab: Lab, trained: Path) -> None:
     """In every command that takes a drafter, with one line that names it. --init begins with its weights."""
     line = f"{trained} is a folder of peagle train: the drafter is {trained / 'drafter'}"
