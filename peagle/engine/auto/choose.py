@@ -143,5 +143,5 @@ def choose_widths(survival: Float[Array, "B K"], limits: Int[Array, " B"], slots
     best = jnp.argmax(gain)  # the first of equal ones
     if batch == 1:
         return jnp.minimum(best, limits).astype(jnp.int32)
-    rank = jnp.zeros_like(order).at[order].set(taken[:-1])
+    rank = jnp.argsort(order)  # the inverse of the order
     return jnp.sum((rank < best).reshape(batch, num_drafts) & valid, axis=1, dtype=jnp.int32)

@@ -40,8 +40,8 @@ class StepCosts:
         return jnp.asarray(self.draft)[jnp.minimum(count, self.draft.shape[0] - 1)]
 
     def of_pass(self, count: jax.Array) -> jax.Array:
-        """Return the time of the drafter's pass alone."""
-        return self.of_drafts(count) - jnp.asarray(self.draft)[0]
+        """Return the time of the drafter's pass alone, which is measured as a difference."""
+        return jnp.maximum(self.of_drafts(count) - jnp.asarray(self.draft)[0], 0.0)
 
     def of_rows(self, rows: jax.Array) -> jax.Array:
         return jnp.asarray(self.verify)[jnp.minimum(rows, self.verify.shape[0] - 1)]

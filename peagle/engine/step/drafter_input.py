@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle.engine.step.state import DecodeState
 from peagle.ops.messages import DrafterInput
+from peagle.ops.put_rows import put_rows
 from peagle.protocols import Drafter
 
 DRAFT_PART = "draft"  # a named scope, for the profiler
@@ -56,11 +57,10 @@ def append_rows(
     aux_hidden: Float[Array, "B T A"],
     num_new: Int[Array, " B"],
     read: Bool[Array, " B"],
-    all_read: bool,
 ) -> tuple[DrafterInput | None, Bool[Array, " B"]]:
     """Append the first num_new[b] rows to drafter_input, or let them replace it where it has been read.
 
-    all_read: it has been in all active slots. Returns (drafter_input, whether it had no room left for the rows).
+    Returns (drafter_input, whether it had no room left for the rows).
     """
     before = state.drafter_input
     if before is None:
@@ -68,21 +68,10 @@ def append_rows(
     begin, room = jnp.where(read, 0, before.num), before.token_ids.shape[1]
     full = ~state.done & (begin + num_new > room)
 
-    def append(into: jax.Array, rows: jax.Array) -> jax.Array:
-        if all_read:
-            done = state.done.reshape(-1, *(1 for _ in rows.shape[1:]))  # inactive rows keep their input
-            rows = jnp.where(done, into[:, : rows.shape[1]], rows)
-            return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
-        if state.slots == 1:  # the checks of a scatter take as long as a layer of a small target
-            # an inactive single slot is done, and nothing reads its rewritten rows
-            return jax.lax.dynamic_update_slice_in_dim(into, rows, jnp.minimum(begin, room - rows.shape[1])[0], 1)
-        places = begin[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
-        places = jnp.where((state.done | full)[:, None], room, places)  # inactive rows keep their input
-        return into.at[jnp.arange(state.slots)[:, None], places].set(rows, mode="drop")
-
+    count = jnp.where(state.done | full, 0, num_new)  # inactive rows keep their input
     after = DrafterInput(
-        append(before.token_ids, token_ids),
-        append(before.aux_hidden, aux_hidden.astype(before.aux_hidden.dtype)),
+        put_rows(before.token_ids, token_ids, begin, count),
+        put_rows(before.aux_hidden, aux_hidden, begin, count),
         jnp.where(state.done | full, before.num, begin + num_new),
         jnp.where(read & ~state.done, state.length, before.first_position),
     )

@@ -115,7 +115,7 @@ def _commit(
     done = state.done | jnp.any(stops & kept, axis=1) | (remaining <= 0)
 
     drafter_input, too_far_behind = append_rows(
-        state, run, verified.aux_hidden, acceptance.num_accepted + 1, proposed.read, kind.input_rows is not None
+        state, run, verified.aux_hidden, acceptance.num_accepted + 1, proposed.read
     )
     learned = _learn(state, proposed, acceptance, run, costs)
     after = dataclasses.replace(

@@ -29,7 +29,7 @@ from peagle.base.errors import InputError, InputWarning
 from peagle.ops.native.build import HERE, instruction_sets, library
 from peagle.ops.native.self_test import UNTESTED, find_fault
 
-HANDLERS = ("linear", "experts", "paged_attention", "rope_tables", "likeliest", "draw")
+HANDLERS = ("linear", "experts", "paged_attention", "rope_tables", "likeliest", "draw", "put_rows")
 VARIABLE = "PEAGLE_KERNELS"
 DIRECTORY = "PEAGLE_KERNELS_DIR"
 XLA = "xla"

@@ -1,6 +1,7 @@
 // XLA FFI handlers of the kernels: they check every shape before they read anything, and run on XLA's own threads.
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -261,6 +262,29 @@ ffi::Error DrawHandler(ffi::ThreadPool pool, AnyBuffer weights, AnyBuffer keys, 
   return ffi::Error::Success();
 }
 
+// Copies the first count[b] of rows[b] into into[b], from start[b] on; those beyond its end are left out.
+ffi::Error PutRowsHandler(AnyBuffer into, AnyBuffer rows, AnyBuffer start, AnyBuffer count, Out out) {
+  const auto to = into.dimensions(), of = rows.dimensions();
+  if (to.size() < 2 || of.size() != to.size() || of[0] != to[0] || !std::equal(to.begin() + 2, to.end(), of.begin() + 2) ||
+      rows.element_type() != into.element_type() || start.element_type() != ffi::DataType::S32 ||
+      count.element_type() != ffi::DataType::S32 || static_cast<int64_t>(start.element_count()) != to[0] ||
+      static_cast<int64_t>(count.element_count()) != to[0])
+    return ffi::Error::InvalidArgument("put_rows: into " + Shape(into) + ", rows " + Shape(rows) + ", start " +
+                                       Shape(start) + " and count " + Shape(count) +
+                                       " are not [B, S, ...], [B, T, ...] of one type, and [B] twice");
+  if (out->untyped_data() != into.untyped_data()) return ffi::Error::InvalidArgument("put_rows: not in place");
+  if (into.element_count() == 0 || rows.element_count() == 0) return ffi::Error::Success();
+  const int64_t bytes = static_cast<int64_t>(into.size_bytes()) / (to[0] * to[1]);
+  for (int64_t b = 0; b < to[0]; ++b) {
+    const int64_t at = start.typed_data<int32_t>()[b];
+    const int64_t most = std::min<int64_t>({count.typed_data<int32_t>()[b], of[1], to[1] - at});
+    if (at < 0 || most <= 0) continue;
+    std::memcpy(static_cast<char*>(out->untyped_data()) + (b * to[1] + at) * bytes,
+                static_cast<const char*>(rows.untyped_data()) + b * of[1] * bytes, most * bytes);
+  }
+  return ffi::Error::Success();
+}
+
 // Whether the processor multiplies tiles of bfloat16, and Linux permits it to this process, which has to ask.
 [[maybe_unused]] bool HasTiles() {
 #if defined(__x86_64__) && defined(__linux__)
@@ -374,6 +398,18 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_draw(XLA_FFI_CallFrame* frame) {
                              .Arg<xla::ffi::AnyBuffer>()  // token_ids
                              .Ret<xla::ffi::AnyBuffer>()  // index
                              .To(peagle::DrawHandler)
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_put_rows(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Arg<xla::ffi::AnyBuffer>()  // into
+                             .Arg<xla::ffi::AnyBuffer>()  // rows
+                             .Arg<xla::ffi::AnyBuffer>()  // start
+                             .Arg<xla::ffi::AnyBuffer>()  // count
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .To(peagle::PutRowsHandler)
                              .release();
   return handler->Call(frame);
 }

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.compile
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-TESTS = [str(HERE / f"test_{name}.py") for name in ("linear", "experts", "operands", "rope", "likeliest", "draw")]
+NAMES = ("linear", "experts", "operands", "rope", "likeliest", "draw", "put_rows")
+TESTS = [str(HERE / f"test_{name}.py") for name in NAMES]
 TESTS.append(str(HERE.parent / "test_paged_attention.py"))
 ESSENTIAL = ("any_number", "bias_norm", "inactive")  # awkward shapes; inactive rows; every operand present
 EXACT = "tests.ops.native.exact_buffers"
