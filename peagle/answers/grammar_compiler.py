@@ -56,28 +56,17 @@ class Grammars:
         schemas of their arguments (None: any text). must_call: it must call one. Raises GrammarError for calls in a
         vocabulary without channels.
         """
-        tokenizer, vocabulary, schemas = self.tokenizer, self.read(), dict(calls or {})
+        tokenizer, vocabulary, schemas = self.tokenizer, self.read(), calls or {}
         final = Grammar.any_text() if grammar is None else grammar
         if not channels or not has_channels(tokenizer):
             if any(schemas.values()):
                 raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
             return vocabulary.compile(final)
-
-        def compiled() -> CompiledGrammar:
-            written = {name: None if schema is None else inlined(schema) for name, schema in schemas.items()}
-            rules = answer_rules(tokenizer, written, final=not must_call, preambles=grammar is None)
-            return vocabulary.compile(final, rules)
-
-        try:
-            return compiled()
-        except GrammarError:
-            refused = dict(schemas)
-            schemas |= {name: schema.enforceable() for name, schema in refused.items() if schema is not None}
-            if schemas == refused:
-                raise
-        enforced = compiled()
+        written = {name: None if schema is None else inlined(schema) for name, schema in schemas.items()}
+        rules = answer_rules(tokenizer, written, final=not must_call, preambles=grammar is None)
+        compiled = vocabulary.compile(final, rules)
         left_out = [keyword for schema in schemas.values() if schema is not None for keyword in schema.left_out]
-        return dataclasses.replace(enforced, left_out=tuple(dict.fromkeys((*enforced.left_out, *left_out))))
+        return dataclasses.replace(compiled, left_out=tuple(dict.fromkeys((*compiled.left_out, *left_out))))
 
     def begin(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
         """Start a grammar that was compiled with channels at the end of a prompt.

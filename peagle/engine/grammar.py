@@ -7,7 +7,6 @@ request has a Matcher, which reads the emitted tokens and gives the masks of a s
 import collections
 import functools
 import json
-import os
 import re
 import threading
 import time
@@ -15,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from peagle.base.errors import not_installed
 from peagle.base.strict_json import dumps
 from peagle.engine.json_schema import (
     ANSWER,
@@ -24,6 +22,7 @@ from peagle.engine.json_schema import (
     check_size,
     enforceable,
     has_dead_ends,
+    load_library,
     one_line,
     plain_reason,
     prepare,
@@ -54,13 +53,12 @@ class Grammar:
     """The whole text of an answer, by a JSON schema, regular expression, choice of texts, or Lark or GBNF grammar.
 
     Make it with one of the class methods. Lark's notation is llguidance's. Regular expressions are those of Rust's
-    regex crate: they match in linear time, and look neither ahead nor back. strict: a JSON schema with a keyword that
-    llguidance refuses is refused; else such keywords are left out. left_out: those that were, with reasons.
+    regex crate: they match in linear time, and look neither ahead nor back. left_out: keywords of a JSON schema that
+    llguidance refuses, with reasons.
     """
 
     kind: GrammarKind
     text: str
-    strict: bool = True
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,19 +77,12 @@ class Grammar:
         names = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}
         return names.get(self.kind, "grammar")
 
-    def enforceable(self) -> "Grammar":
-        """Return the grammar that a refused one becomes, itself if nothing can be left out.
-
-        Raises GrammarError for a JSON schema that cannot be used, with the place of its fault.
-        """
-        text, left_out = _enforceable(self.text, self.strict) if self.kind == "json_schema" else (self.text, ())
-        return replace(self, text=text, left_out=left_out) if left_out else self
-
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, strict: bool = True) -> "Grammar":
         """Describe a JSON text by a JSON schema, or by a schema's JSON text.
 
-        Raises GrammarError for a schema that is too large or too deep.
+        strict: refuse a keyword that llguidance refuses, instead of leaving it out. Raises GrammarError for a schema
+        that is too large, too deep, or cannot be used, with the place of its fault; InputError without llguidance.
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
@@ -104,7 +95,9 @@ class Grammar:
             text = dumps(parsed)
         except (TypeError, ValueError) as error:
             raise GrammarError(f"the JSON schema cannot be written as JSON: {error}") from None
-        return cls("json_schema", text, strict)
+        grammar = cls("json_schema", text)
+        text, left_out = _enforceable(text, strict)
+        return replace(grammar, text=text, left_out=left_out)
 
     @classmethod
     def any_text(cls) -> "Grammar":
@@ -163,17 +156,12 @@ class Vocabulary:
 
         Raises InputError if llguidance is not installed.
         """
-        try:
-            import llguidance
-        except ModuleNotFoundError:
-            raise not_installed("grammars need", "llguidance", "serve") from None
-        self._library = llguidance
+        self._library = llguidance = load_library()
         self.size = len(token_bytes)
         # an end token of our own follows the vocabulary: its bit in a mask says whether the text may end there
         tokens = Tokens([*token_bytes, b"end"], [*control_ids, self.size])
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self.threads = llguidance.LLExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
         self._lock = threading.Lock()
         self._kept: collections.OrderedDict[tuple[Grammar, str], CompiledGrammar] = collections.OrderedDict()
 
@@ -197,8 +185,6 @@ class Vocabulary:
             matcher.compute_bitmask()
         seconds = time.monotonic() - began
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            if (enforced := grammar.enforceable()) != grammar:
-                return self.compile(enforced, around)
             reason = _reason(matcher)
             expected = "one that some text satisfies" if reason == UNSATISFIABLE else EXPECTED[grammar.kind]
             raise GrammarError(f"the {grammar.name} cannot be used: {reason}; expected {expected}")
@@ -315,8 +301,6 @@ class Matcher:
     def __init__(self, compiled: CompiledGrammar, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
         self.compiled, self.stop_token_ids = compiled, stop_token_ids
         self.state = matcher  # llguidance's
-        self.num_slow = 0  # masks in a row that took too long
-        self.overdue: str | None = None  # the error message after too many of them
         self._shares = True  # the compiled grammar's automaton
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -356,8 +340,6 @@ class Matcher:
     @property
     def failure(self) -> str | None:
         """Say why the grammar cannot be followed any further; None if it can."""
-        if self.overdue is not None:
-            return self.overdue
         name, matcher = self.compiled.grammar.name, self.state
         if self._at_dead_end:
             return f"no token of the target's vocabulary continues a text of the {name}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.base.errors import InputError
+from peagle.base.errors import InputError, not_installed
 from peagle.base.settings import brief
 from peagle.base.strict_json import dumps
 
@@ -50,17 +50,17 @@ class GrammarError(InputError):
 
 
 def prepare(schema: Any, lenient: bool = False) -> dict[str, Any]:
-    """Rewrite a schema for llguidance: without what constrains nothing, without dead ends, with limited white space.
+    """Rewrite a schema of `enforceable` for llguidance: without dead ends, with limited white space.
 
-    lenient: llguidance leaves out what it lacks (`enforceable`).
+    lenient: llguidance leaves out what it lacks.
     """
-    schema = _without_dead_ends(_simplified(schema))
+    schema = _without_dead_ends(schema)
     fields = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE, **(LENIENT if lenient else {})}}
 
 
 def enforceable(schema: Any, strict: bool) -> tuple[Any, list[str]]:
-    """Return (the schema that llguidance takes if it is lenient, what is lost, with reasons). For refused schemas.
+    """Return (the schema that llguidance takes, what is lost, with reasons). It must be lenient if something is lost.
 
     Values that are not valid count as keywords that it lacks, too, as clients send "required": null and "type": "any".
     Raises GrammarError for a schema that no text satisfies, for a reference to nothing, and, if strict, for such a
@@ -307,10 +307,18 @@ def _after(text: str, schema: Any) -> Any:
 @functools.cache
 def _bytes_alone() -> tuple[Any, Any]:
     """Return (llguidance, its vocabulary of single bytes)."""
-    import llguidance
-
+    llguidance = load_library()
     tokens = Tokens([*(bytes([byte]) for byte in range(256)), b"end"], [256])
     return llguidance, llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
+
+
+def load_library() -> Any:
+    """Import llguidance. Raises InputError if it is not installed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise not_installed("grammars need", "llguidance", "serve") from None
+    return llguidance
 
 
 @dataclass

@@ -36,7 +36,6 @@ from peagle.serve.tools import (
     begin_call,
     call_grammars,
     must_call,
-    parameters_of,
     template_messages,
     template_tools,
 )
@@ -113,13 +112,7 @@ class RequestBuilder:
                 return self.pair.grammars.compile(calls[only], channels=False)
             return self.pair.grammars.compile(grammar, channels=True, calls=calls, must_call=must)
         except GrammarError as error:
-            for function, schema in calls.items():  # find the one that cannot be compiled
-                try:
-                    if schema is not None:
-                        self.pair.grammars.compile(schema, channels=False)
-                except GrammarError as cause:
-                    raise grammar_error(cause, parameters_of(body.tools, function, body.name_of)) from None
-            raise grammar_error(error, field) from None
+            raise grammar_error(error, field or "tools") from None
 
     def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
         """Make the n requests of a chat. grammar: see the method `grammar`."""

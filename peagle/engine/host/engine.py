@@ -33,7 +33,7 @@ from peagle.engine.auto.measure import Measuring
 from peagle.engine.grammar import GrammarError
 from peagle.engine.host import collect, handoff
 from peagle.engine.host.admission import Admission
-from peagle.engine.host.constrained import Constrained
+from peagle.engine.host.constrained import first_mask, step_masks
 from peagle.engine.host.executor import Executor, ModelName
 from peagle.engine.host.handle import EngineError, Handle
 from peagle.engine.host.handoff import Fingerprints, HandOff
@@ -83,7 +83,6 @@ class Engine(EngineBase):
         self.memory = RequestPages(target, self.drafter, config)
         self.executor = make_executor(target, self.drafter, config, lookup if config.adaptive else None)
         self.batches = StepBatches(config, self.memory)
-        self.constrained = Constrained(target.vocab_size)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
         check_hand_off = functools.partial(handoff.check, self.executor, self.memory, config.context, fingerprints)
@@ -251,7 +250,7 @@ class Engine(EngineBase):
         for row, (_, handle) in enumerate(complete):
             handle.length, into[row] = len(handle.computed_ids), slots[handle]
             lengths[row] = handle.length
-            masks = None if handle.output_ids else self.constrained.first(handle)
+            masks = None if handle.output_ids else first_mask(handle)
             vocab_size = self.target.vocab_size
             slot = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, handle.drafting, masks)
             if handle.output_ids:
@@ -290,7 +289,7 @@ class Engine(EngineBase):
         """Fill in the masks of a masked step while it verifies; read all dispatches before it meanwhile."""
         self._collect()  # a mask depends on all tokens before it
         drafts, read_s = np.asarray(proposed), time.perf_counter()
-        masks, counts = self.constrained.masks(requests, drafts, widths)
+        masks, counts = step_masks(requests, drafts, widths, self.target.vocab_size)
         for handle in filter(None, requests):
             if handle.finished is None and handle.matcher is not None and (failure := handle.matcher.failure):
                 self.finish(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))

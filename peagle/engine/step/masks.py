@@ -10,13 +10,15 @@ stop tokens are allowed, too; where it must end, only they are.
 A mask has one bit per token, lowest first, 1 if it is allowed. One more bit follows: whether the text may end there.
 """
 
+import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt32
 
-from peagle.engine.grammar import Matcher, Vocabulary
+from peagle.engine.grammar import Matcher
 
 MASK_BITS = 32
 
@@ -25,17 +27,23 @@ def all_allowed(batch: int, width: int, vocab_size: int) -> UInt32[np.ndarray, "
     return np.full((batch, width, vocab_size // MASK_BITS + 1), 0xFFFFFFFF, np.uint32)
 
 
-def fill(
-    masks: UInt32[np.ndarray, "B T W"], vocabulary: Vocabulary, matchers: Mapping[int, tuple[Matcher, Sequence[int]]]
-) -> dict[int, int]:
-    """Fill in the masks of rows: {row: (its matcher, its drafts to verify)}. Return how many drafts of each may count.
+@functools.cache
+def _threads() -> Any:
+    """Return the threads of llguidance that fill in masks."""
+    import llguidance  # an extra
 
-    From the first draft that is not allowed, or that ends the text, drafts do not count. No later mask of the row is
-    read. Drafts are tried on copies of the matchers, because the target may reject them: a dead end there must not end
-    the request. Copies share one automaton. If drafts, or other requests, take it to its limits, the matcher is
-    `limited` and must be renewed.
+    return llguidance.LLExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
+
+
+def fill(masks: UInt32[np.ndarray, "B T W"], matchers: Mapping[int, tuple[Matcher, Sequence[int]]]) -> dict[int, int]:
+    """Fill in the masks of rows: {row: (its matcher, its drafts to verify)}.
+
+    Return how many drafts count, of each row in which not all do: from the first one on that is not allowed, or that
+    ends the text, none counts, and no mask after it is read. Drafts are tried on copies of the matchers, because the
+    target may reject them: a dead end there must not end the request. Copies share one automaton. If drafts, or other
+    requests, take it to its limits, the matcher is `limited` and must be renewed.
     """
-    from llguidance import numpy  # an extra
+    from llguidance import numpy
 
     batch, width, words = masks.shape
     flat = masks.view(np.int32).reshape(batch * width, words)
@@ -43,19 +51,19 @@ def fill(
     plain = [(matcher.state, row * width) for row, (matcher, drafts) in matchers.items() if not drafts]
     if drafted:
         copies = [(copy, row * width, drafts) for row, (copy, drafts) in drafted.items()]
-        numpy.fill_next_token_bitmask_par_with_draft_tokens(vocabulary.threads, copies, flat)
+        numpy.fill_next_token_bitmask_par_with_draft_tokens(_threads(), copies, flat)
     if plain:
-        numpy.fill_next_token_bitmask_par(vocabulary.threads, plain, flat)
-    counts = {row: len(drafts) for row, (_, drafts) in matchers.items()}
+        numpy.fill_next_token_bitmask_par(_threads(), plain, flat)
+    counts = {}
     for row, (copy, drafts) in drafted.items():
         if copy.is_error() or not masks[row, : len(drafts) + 1].any(axis=-1).all():
             counts[row] = _fill_one_by_one(masks[row], matchers[row][0].state, drafts)
-    word, bit = divmod(vocabulary.size, MASK_BITS)
     for row, (matcher, verified) in matchers.items():
+        word, bit = divmod(matcher.compiled.vocabulary.size, MASK_BITS)
         own = masks[row, : len(verified) + 1]
         ends = (own[:, word] >> np.uint32(bit)) & np.uint32(1)
         for stop in matcher.stop_token_ids:
-            if 0 <= stop < vocabulary.size:
+            if 0 <= stop < matcher.compiled.vocabulary.size:
                 own[:, stop // MASK_BITS] |= ends << np.uint32(stop % MASK_BITS)
     return counts
 
@@ -79,7 +87,6 @@ def _fill_one_by_one(rows: UInt32[np.ndarray, "T W"], state: Any, drafts: Sequen
 
 
 def next_mask(matcher: Matcher) -> UInt32[np.ndarray, "one one W"]:
-    vocabulary = matcher.compiled.vocabulary
-    masks = all_allowed(1, 1, vocabulary.size)
-    fill(masks, vocabulary, {0: (matcher, ())})
+    masks = all_allowed(1, 1, matcher.compiled.vocabulary.size)
+    fill(masks, {0: (matcher, ())})
     return masks

@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from peagle.answers import result as results
 from peagle.base.errors import InputError
 from peagle.config import SamplingParams
-from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary
+from peagle.engine.grammar import Grammar, GrammarError, Vocabulary
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.programs import trace_counts
 from peagle.engine.json_schema import DEEPEST_SCHEMA
@@ -146,7 +146,7 @@ def test_masks_along_drafts_are_those_after_reading_them(
     matcher.read(emitted)
     for _ in range(2):  # looking ahead changes nothing
         masks = all_allowed(3, width + 1, V)
-        fill(masks, vocabulary, {1: (matcher, drafts)})
+        fill(masks, {1: (matcher, drafts)})
         fresh = compiled.begin((STOP,))
         fresh.read(emitted)
         for row in range(legal + 1):
@@ -377,62 +377,6 @@ def test_a_regex_that_blows_up_ends_its_own_request_alone(target: MarkovTarget, 
     assert bad.finished == "error"
     assert re.search("the prompt: the regular expression cannot be followed any further: .*too many", str(bad.error))
     assert tokens == expected
-
-
-class Slow:
-    """A clock that moves only while masks are filled in: those of one grammar take `seconds`, in some steps."""
-
-    def __init__(
-        self, engine: Engine, grammar: CompiledGrammar, seconds: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.steps: list[int] = []  # drafts of that grammar's request, in each step
-        self.quick = 0  # every so many steps is quick; 0: none
-        now = [0.0]
-        engine.constrained.cpu_s = engine.constrained.wall_s = lambda: now[0]
-
-        def slow_fill(masks: Any, vocabulary: Vocabulary, rows: Mapping[int, Any]) -> dict[int, int]:
-            for matcher, drafts in rows.values():
-                if matcher.compiled is grammar:
-                    self.steps.append(len(drafts))
-                    now[0] += seconds * (not self.quick or len(self.steps) % self.quick != 0)
-            return fill(masks, vocabulary, rows)
-
-        monkeypatch.setattr("peagle.engine.host.constrained.fill", slow_fill)
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_a_grammar_whose_masks_take_too_long_ends_its_own_request_alone(
-    target: MarkovTarget, vocabulary: Vocabulary, k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First it drafts no more; then each slow mask counts."""
-    slow = vocabulary.compile(Grammar.regex("[abc]{50}x"))
-    bad, free = Request((2,), NEW, name="bad", grammar=slow), Request((3, 4), NEW, stop_token_ids=())
-    engine = engine_of(target, k)
-    good = Request((2,), NEW, grammar=vocabulary.compile(GRAMMARS["lark"]))
-    expected = run(engine, [good, free])[0]
-    clock = Slow(engine, slow, 0.06, monkeypatch)
-    failed, *others = results.decode(engine, [bad, good, free], None)
-    assert [list(other.output_ids) for other in others] == expected
-    assert failed.error == (
-        "bad: the masks of its regular expression took more than 50 ms in 8 steps in a row, the last time 60 ms, and "
-        "other requests wait for them; expected a simpler one: fewer repetitions, or less nesting"
-    )
-    assert 8 <= len(failed.output_ids) < 20
-    drafted = [drafts for drafts in clock.steps if drafts]
-    assert len(drafted) <= (2 if k else 0)
-    assert len(clock.steps) - len(drafted) <= 9
-    check_whole(engine)
-
-
-def test_a_grammar_whose_masks_are_slow_now_and_then_goes_on(
-    target: MarkovTarget, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = vocabulary.compile(Grammar.regex("[abc]{40}x"))
-    engine, request = engine_of(target, 0), Request((2,), NEW, grammar=slow)
-    expected = run(engine, [request])[0]
-    Slow(engine, slow, 0.06, monkeypatch).quick = 8
-    assert run(engine, [request])[0] == expected
-    assert len(expected[0]) > 16
 
 
 def test_an_automaton_that_other_requests_filled_ends_nobody_else(target: MarkovTarget, vocabulary: Vocabulary) -> None:
