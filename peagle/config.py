@@ -10,7 +10,7 @@ import difflib
 import functools
 import itertools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
@@ -92,39 +92,24 @@ def read_num_drafts(typed: str) -> NumDrafts:
         return typed
 
 
-def read_prefill_chunk(typed: str) -> int | Literal["all"]:
-    """Read a number of tokens, or all. Raises InputError for anything else."""
-    if typed == "all":
-        return "all"
-    try:
-        return int(typed)
-    except ValueError:
-        message = f"prefill_chunk is {typed!r}; expected a number of tokens, or all, for a whole prompt"
-        raise InputError(message, "prefill_chunk") from None
+def _reader(name: str, words: Mapping[str, Any], read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    """Make the reader of a setting: one of the words, which stand for these values, or what `read` takes."""
+
+    def read_setting(typed: str) -> Any:
+        try:
+            return words[typed] if typed in words else read(typed)
+        except ValueError:
+            raise InputError(f"{name} is {typed!r}; expected {expected}", name) from None
+
+    return read_setting
 
 
-def read_kv_memory(typed: str) -> int | None:
-    """Read bytes, or None for auto. Raises InputError for anything else."""
-    if typed == AUTO:
-        return None
-    size = _read_size(typed, "kv_memory", "auto")
-    if not size:
-        raise InputError(f"kv_memory is {typed}; expected more than 0, or auto", "kv_memory")
-    return size
-
-
-def read_prefix_cache(typed: str) -> PrefixCacheSize:
-    """Read bytes, on or off. Raises InputError for anything else."""
-    if typed == "on" or typed == "off":
-        return "on" if typed == "on" else "off"
-    return _read_size(typed, "prefix_cache", "on, or off")
-
-
-def _read_size(typed: str, field: str, others: str) -> int:
-    try:
-        return parse_size(typed, field)
-    except InputError:
-        raise InputError(f"{field} is {typed!r}; expected a size, as 512MB or 2GB, or {others}", field) from None
+_read_bytes = functools.partial(parse_size, option="")
+read_prefill_chunk = _reader("prefill_chunk", {"all": "all"}, int, "a number of tokens, or all, for a whole prompt")
+read_kv_memory = _reader("kv_memory", {AUTO: None}, _read_bytes, "a size, as 512MB or 2GB, or auto")
+read_prefix_cache = _reader(
+    "prefix_cache", {"on": "on", "off": "off"}, _read_bytes, "a size, as 512MB or 2GB, or on, or off"
+)
 
 
 def check_num_drafts(k: int, plain: bool = True) -> None:
