@@ -404,16 +404,6 @@ class Structured(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    _names: Mapping[str, str] = {}
-
-    def name_of(self, path: str) -> str:
-        """Return the name of a field in errors: another one if the body was a /v1/responses body (response_chat.py)."""
-        head, rest = path, ""
-        while head and head not in self._names:
-            head, _, last = head.rpartition(".")
-            rest = f".{last}{rest}"
-        return self._names[head] + rest if head else path
-
 
 class AnswerBody(Body):
     """Fields of all bodies whose replies the model writes. The last ones, from user on, have no effect."""

@@ -1,5 +1,7 @@
 """Errors of the HTTP interface, in OpenAI's form."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from peagle.base.errors import InputError
@@ -40,6 +42,16 @@ class ApiError(Exception):
     @classmethod
     def missing(cls, name: str) -> "ApiError":
         return cls(400, f"{name} is missing; add it", name, "missing_required_parameter")
+
+    def renamed(self, fields: Mapping[str, str]) -> "ApiError":
+        """Return the error with other names of fields, in its message and as its param. fields: old -> new."""
+        longest_first = "|".join(map(re.escape, sorted(fields, key=len, reverse=True)))
+
+        def rename(text: str) -> str:
+            return re.sub(rf"(?<![\w.'\"])(?:{longest_first})(?!\w)", lambda match: fields[match[0]], text)
+
+        param = None if self.param is None else rename(self.param)
+        return ApiError(self.status, rename(self.message), param, self.code, self.retry_after_s)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a fleet pickles it between processes
         return type(self), (self.status, self.message, self.param, self.code, self.retry_after_s)

@@ -32,7 +32,6 @@ from peagle.serve.errors import ApiError
 from peagle.serve.structured import constraint_field, grammar_error, grammar_of
 from peagle.serve.system_messages import INSTRUCTION_ROLES, as_instructions, instructions_first
 from peagle.serve.tools import (
-    NameOf,
     begin_call,
     call_grammars,
     must_call,
@@ -98,10 +97,10 @@ class RequestBuilder:
 
         An answer that must be a call has no final message, so a format of it constrains nothing, as in OpenAI's API.
         """
-        tools, only = template_tools(body.tools, body.tool_choice, supported=True, name_of=body.name_of)
-        calls = call_grammars(body.tools, body.tool_choice, body.name_of) if tools else {}
+        tools, only = template_tools(body.tools, body.tool_choice, supported=True)
+        calls = call_grammars(body.tools, body.tool_choice) if tools else {}
         must = must_call(body.tool_choice)
-        if must and grammar is not None and not (field or "").startswith(body.name_of("response_format")):
+        if must and grammar is not None and not (field or "").startswith("response_format"):
             message = f"tool_choice makes the answer a call, which {field} cannot constrain; leave one of them out"
             raise ApiError(400, message, "tool_choice")
         grammar = None if must else grammar
@@ -125,8 +124,8 @@ class RequestBuilder:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         supported = bool(body.tools) and self.supports_tools
-        tools, forced = template_tools(body.tools, body.tool_choice, supported, body.name_of)
-        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools, body.name_of)
+        tools, forced = template_tools(body.tools, body.tool_choice, supported)
+        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
         if grammar is not None:
@@ -197,29 +196,28 @@ class RequestBuilder:
         messages: Sequence[ChatMessage],
         effort: Effort | None,
         tools: Sequence[Mapping[str, Any]] = (),
-        name_of: NameOf = str,
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer."""
         if not messages:
-            raise ApiError(400, f"{name_of('messages')} is empty; expected at least one message", name_of("messages"))
+            raise ApiError(400, "messages is empty; expected at least one message", "messages")
         for index, message in enumerate(messages):
-            _check_message(name_of(f"messages.{index}"), message)
+            _check_message(f"messages.{index}", message)
         try:
-            chat = template_messages(messages, name_of)
+            chat = template_messages(messages)
             later = {message["role"] for message in chat[1:]} & {*INSTRUCTION_ROLES}
             if not later or later <= self.roles_anywhere:
                 return self._render(chat, effort, tools)
             chat, disguised = instructions_first(chat)
             prompt_ids = as_instructions(self.tokenizer, self._render(chat, effort, tools), chat, disguised)
         except TextTooLong as error:
-            raise self._too_long("the chat", error, name_of("messages")) from None
+            raise self._too_long("the chat", error, "messages") from None
         except TemplateError as error:
-            field = "tools" if tools and not self._renders(tools) else name_of("messages")
+            field = "tools" if tools and not self._renders(tools) else "messages"
             reason = f"the model's chat template refuses the {field}: {error.reason}"
             raise ApiError(400, reason, field) from None
         if prompt_ids is None:
-            fault = "the model's chat template leaves out instructions that follow other messages; put them first"
-            raise ApiError(400, fault, name_of("messages"))
+            fault = "the model's chat template leaves out instructions that are not first; put them first"
+            raise ApiError(400, fault, "messages")
         return prompt_ids
 
     def _render(
@@ -312,8 +310,8 @@ class RequestBuilder:
         """Return the most tokens of an answer. length: of the prompt `name`. limit: of the body."""
         room, field, limit_field = self.context - length, "prompt", "max_tokens"
         if isinstance(body, ChatBody):
-            field = body.name_of("messages")
-            limit_field = "max_tokens" if body.max_completion_tokens is None else body.name_of("max_completion_tokens")
+            field = "messages"
+            limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         if room < 1:
             raise self._beyond_context(f"{name} has {length} tokens", field, f"at most {self.context - 1}: shorten it")
         if limit is None:

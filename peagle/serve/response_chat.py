@@ -68,20 +68,12 @@ def input_items(body: ResponsesBody) -> Sequence[Item | ItemReference]:
     return [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
-class ResponseChat(ChatBody):
-    """A chat whose errors name the fields of a /v1/responses body."""
-
-    def __init__(self, names: Mapping[str, str], **fields: Any) -> None:
-        """names: see `_names`."""
-        super().__init__(**fields)
-        self._names = names
-
-
 @dataclass(frozen=True)
 class AsChat:
-    """A /v1/responses body as a chat."""
+    """A /v1/responses body as a chat. fields: of the chat -> of the body, for `ApiError.renamed`."""
 
     body: ChatBody
+    fields: Mapping[str, str]
     tool_names: Mapping[str, ToolName]  # by name in the chat
     notes: Sequence[str]  # for the server's log
 
@@ -93,8 +85,7 @@ def as_chat(body: ResponsesBody, past: PastItems | None = None) -> AsChat:
         raise ApiError(400, f"top_logprobs is given without {LOGPROBS_OF_TEXT!r}; add that to include", "top_logprobs")
     tools, messages, choice = _tools(body), _messages(body, past or PastItems()), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
-    chat = ResponseChat(
-        _names([names for _, names in messages], tools),
+    chat = ChatBody(
         messages=[message for message, _ in messages],
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
@@ -105,10 +96,10 @@ def as_chat(body: ResponsesBody, past: PastItems | None = None) -> AsChat:
         response_format=_response_format(body.text.format),
         **{name: getattr(body, name) for name in SAME_FIELDS},
     )
-    return AsChat(chat, tools.names, notes)
+    return AsChat(chat, _fields([names for _, names in messages], tools), tools.names, notes)
 
 
-def _names(messages: Sequence[Sequence[str]], tools: "_ChatTools") -> dict[str, str]:
+def _fields(messages: Sequence[Sequence[str]], tools: "_ChatTools") -> dict[str, str]:
     """Map the fields of a chat to those of its /v1/responses body. messages: the names of each one and of its calls."""
     names = dict(FIELDS)
     for index, (item, *calls) in enumerate(messages):

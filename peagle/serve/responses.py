@@ -36,8 +36,11 @@ async def start(shared: SharedState, body: ResponsesBody, owner: str = "") -> Ge
     """Send the request of a body to the engine. owner: the API key, whose responses the body may name."""
     past = _past(shared, body, owner)
     chat = await shared.in_tokenizer_thread(as_chat, body, past)
-    grammar = await shared.grammar(chat.body)
-    requests = await shared.in_tokenizer_thread(shared.builder.chat, chat.body, grammar)
+    try:
+        grammar = await shared.grammar(chat.body)
+        requests = await shared.in_tokenizer_thread(shared.builder.chat, chat.body, grammar)
+    except ApiError as error:
+        raise error.renamed(chat.fields) from None
     formatter = ResponsesFormatter(
         shared.model,
         shared.builder.tokenizer,
@@ -48,7 +51,7 @@ async def start(shared: SharedState, body: ResponsesBody, owner: str = "") -> Ge
         keep=await _keeper(shared, body, past, owner),
     )
     shared.log.note(*chat.notes, *notes(chat.body))
-    return shared.generation(chat.body, formatter, requests, channels=True)
+    return shared.generation(chat.body, formatter, requests, chat.fields, channels=True)
 
 
 def _past(shared: SharedState, body: ResponsesBody, owner: str) -> PastItems:

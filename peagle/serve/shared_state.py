@@ -5,7 +5,7 @@ import concurrent.futures
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from peagle.serve.structured import constraint_field
 
 POLL_S = 0.02
 GRAMMAR_PATIENCE_S = 10.0  # time to compile a grammar, and to wait for those of other requests
+NO_FIELDS: Mapping[str, str] = {}
 T = TypeVar("T")
 
 
@@ -92,11 +93,17 @@ class SharedState:
         return parsed
 
     def generation(
-        self, body: Sampled, formatter: Formatter, requests: Sequence[Request], **options: bool
+        self,
+        body: Sampled,
+        formatter: Formatter,
+        requests: Sequence[Request],
+        fields: Mapping[str, str] = NO_FIELDS,
+        **options: bool,
     ) -> Generation:
-        """Send the requests of a body to the engine. options: see `Generation`."""
+        """Send the requests of a body to the engine. fields: see `AsChat`. options: see `Generation`."""
         field = constraint_field(body)
-        return Generation(self.loop, requests, formatter, self.metrics, stream=body.stream, constraint=field, **options)
+        name = None if field is None else fields.get(field, field)
+        return Generation(self.loop, requests, formatter, self.metrics, stream=body.stream, constraint=name, **options)
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (see `RequestBuilder.prompt_logprobs`)."""

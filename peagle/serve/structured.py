@@ -17,7 +17,7 @@ def constraint_field(body: Structured) -> str | None:
     for name in Structured.model_fields:
         value = getattr(body, name)
         if value is not None and not (isinstance(value, ResponseFormat) and value.type == "text"):
-            return body.name_of(name)
+            return name
     return "tools" if choice == "auto" and any(tool.function.strict for tool in tools) else None
 
 
@@ -48,13 +48,13 @@ def _constraints(body: Structured) -> Mapping[str, Any]:
     form, structured = body.response_format, body.structured_outputs
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         fault = "is missing" if form.json_schema is None else f"is given with the type {form.type!r}"
-        message = f"{body.name_of('response_format.json_schema')} {fault}; expected it with the type 'json_schema'"
-        raise ApiError(400, message, body.name_of("response_format"))
+        message = f"response_format.json_schema {fault}; expected it with the type 'json_schema'"
+        raise ApiError(400, message, "response_format")
     schema = None if form is None else form.json_schema
     any_object = {"type": "object"}
     constraints = {
-        body.name_of("response_format.json_schema.schema"): schema,
-        body.name_of("response_format"): any_object if form is not None and form.type == "json_object" else None,
+        "response_format.json_schema.schema": schema,
+        "response_format": any_object if form is not None and form.type == "json_object" else None,
         **{name: getattr(body, name) for name in Structured.model_fields if name.startswith("guided_")},
     }
     if structured is None:

@@ -10,7 +10,7 @@ The model sees a custom tool, whose input is any text, as a function with one te
 import collections
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle.base.settings import brief
@@ -27,18 +27,15 @@ MOST_VALUES, MOST_LEVELS = 5000, 32  # JSON values in the parameters of all tool
 LONGEST_NAME = 128  # of a tool, with its namespace
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 RESULT = "a message of the role tool with the tool_call_id"
-NameOf = Callable[[str], str]  # of a field of a chat, in errors (`Structured.name_of`)
 Choice = Literal["none", "auto", "required"] | NamedTool
 
 
-def template_tools(
-    tools: Sequence[Tool], choice: Choice, supported: bool, name_of: NameOf = str
-) -> tuple[list[dict[str, Any]], str | None]:
+def template_tools(tools: Sequence[Tool], choice: Choice, supported: bool) -> tuple[list[dict[str, Any]], str | None]:
     """Return (tools in the form of chat templates, see `forced_function`). The choice "none" leaves out all tools.
 
     supported: the chat template renders tools. Raises ApiError for invalid tools or an invalid choice.
     """
-    check_tools(tools, name_of)
+    check_tools(tools)
     if not tools:
         if choice not in ("none", "auto"):
             raise ApiError(400, "tool_choice is given without tools; add them, or leave it out", "tool_choice")
@@ -65,7 +62,7 @@ def must_call(choice: Choice) -> bool:
     return choice not in ("none", "auto")
 
 
-def call_grammars(tools: Sequence[Tool], choice: Choice, name_of: NameOf) -> dict[str, Grammar | None]:
+def call_grammars(tools: Sequence[Tool], choice: Choice) -> dict[str, Grammar | None]:
     """Return the grammar of the arguments of each function that an answer may call; None: any text.
 
     Strict functions have a grammar; all functions have one if the answer must call one. Raises ApiError for a schema
@@ -73,17 +70,11 @@ def call_grammars(tools: Sequence[Tool], choice: Choice, name_of: NameOf) -> dic
     """
     only = forced_function(tools, choice)
     grammars: dict[str, Grammar | None] = {}
-    for tool in tools:
+    for index, tool in enumerate(tools):
         if only in (None, tool.name):
             constrains = must_call(choice) or tool.function.strict
-            grammars[tool.name] = _arguments(tool, parameters_of(tools, tool.name, name_of)) if constrains else None
+            grammars[tool.name] = _arguments(tool, f"tools.{index}.{tool.type}.parameters") if constrains else None
     return grammars
-
-
-def parameters_of(tools: Sequence[Tool], name: str, name_of: NameOf) -> str:
-    """Return the name of the field with a function's parameters."""
-    ((index, tool),) = ((index, tool) for index, tool in enumerate(tools) if tool.name == name)
-    return name_of(f"tools.{index}.{tool.type}.parameters")
 
 
 def _arguments(tool: Tool, where: str) -> Grammar:
@@ -97,13 +88,13 @@ def _arguments(tool: Tool, where: str) -> Grammar:
         raise ApiError(400, f"{where}: {error}", where) from None
 
 
-def check_tools(tools: Sequence[Tool], name_of: NameOf) -> None:
+def check_tools(tools: Sequence[Tool]) -> None:
     """Raise ApiError for too many or too large tools, invalid or equal names, and parameters that are no object."""
     if len(tools) > MOST_TOOLS:
         raise ApiError(400, f"{len(tools)} tools are given; expected at most {MOST_TOOLS}", "tools")
     known: set[str] = set()
     for index, tool in enumerate(tools):
-        name, where = tool.name, name_of(f"tools.{index}.{tool.type}.name")
+        name, where = tool.name, f"tools.{index}.{tool.type}.name"
         if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
             raise ApiError.wrong(where, name, f"1 to {LONGEST_NAME} letters, digits, _, - or .")
         if name in known:
@@ -111,16 +102,16 @@ def check_tools(tools: Sequence[Tool], name_of: NameOf) -> None:
         known.add(name)
         kinds = (tool.function.parameters or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            where = name_of(f"tools.{index}.{tool.type}.parameters.type")
+            where = f"tools.{index}.{tool.type}.parameters.type"
             raise ApiError.wrong(where, kinds, "'object', since arguments are one")
-    _check_parameters(tools, name_of)
+    _check_parameters(tools)
 
 
-def _check_parameters(tools: Sequence[Tool], name_of: NameOf) -> None:
+def _check_parameters(tools: Sequence[Tool]) -> None:
     """Raise ApiError for parameters with too many values or levels, without reading those beyond the limit."""
     count = 0
     for index, tool in enumerate(tools):
-        where = name_of(f"tools.{index}.{tool.type}.parameters")
+        where = f"tools.{index}.{tool.type}.parameters"
         open_values: list[tuple[int, Any]] = [(1, tool.function.parameters)]
         while open_values:
             depth, value = open_values.pop()
@@ -154,67 +145,65 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
     )
 
 
-def template_messages(messages: Sequence[ChatMessage], name_of: NameOf = str) -> list[Message]:
+def template_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     """Make the messages in the form of chat templates. Past answers keep only final texts and calls.
 
     Raises ApiError for calls without results, results without calls, and more than MOST_CALLS calls.
     """
     count = sum(len(message.tool_calls) for message in messages)
     if count > MOST_CALLS:
-        too_many = f"{name_of('messages')} holds {count} calls; expected at most {MOST_CALLS}: leave out old ones"
-        raise ApiError(400, too_many, name_of("messages"))
+        too_many = f"messages holds {count} calls; expected at most {MOST_CALLS}: leave out old ones"
+        raise ApiError(400, too_many, "messages")
     chat: list[Message] = []
     rest = collections.deque(enumerate(messages))
     while rest:
         index, message = rest.popleft()
         if message.role == "tool":
-            fault = f"{name_of(f'messages.{index}')} is a tool's result, but no call precedes it; send the call, too"
-            raise ApiError(400, fault, name_of("messages"))
+            fault = f"messages.{index} is a tool's result, but no call precedes it; send the call, too"
+            raise ApiError(400, fault, "messages")
         if not message.tool_calls:
             text = final_message(message.text) if message.role == ROLE else message.text
             named = {} if message.name is None else {"name": message.name}
             chat.append({"role": message.role, "content": text, **named})
             continue
-        functions = _function_names(index, message, name_of)
+        functions = _function_names(index, message)
         results: dict[str, str] = {}
         while rest and rest[0][1].role == "tool":
             result_index, result = rest.popleft()
-            _check_result(result_index, result, functions, results, name_of)
+            _check_result(result_index, result, functions, results)
             results[result.tool_call_id or ""] = result.text
-        chat += _call_messages(index, message, results, name_of)
+        chat += _call_messages(index, message, results)
     return chat
 
 
-def _function_names(index: int, message: ChatMessage, name_of: NameOf) -> dict[str, str]:
+def _function_names(index: int, message: ChatMessage) -> dict[str, str]:
     """Return the name of the function of each call of a message, by call id. Raises ApiError for equal ids."""
     functions: dict[str, str] = {}
     for number, call in enumerate(message.tool_calls):
         if call.id in functions:
-            where = name_of(f"messages.{index}.tool_calls.{number}.id")
+            where = f"messages.{index}.tool_calls.{number}.id"
             fault = f"{where} is {brief(call.id)}, but an earlier call has this id; expected another one"
             raise ApiError(400, fault, where)
         functions[call.id] = call.function.name
     return functions
 
 
-def _check_result(
-    index: int, result: ChatMessage, functions: Mapping[str, str], results: Mapping[str, str], name_of: NameOf
-) -> None:
+def _check_result(index: int, result: ChatMessage, functions: Mapping[str, str], results: Mapping[str, str]) -> None:
     """Raise ApiError for a result without a call, the second result of a call, or the name of another function.
 
     functions: names by call id. results: those so far, by call id.
     """
     called = functions.get(result.tool_call_id or "")
     if called is None or result.tool_call_id in results:
-        where = name_of(f"messages.{index}.tool_call_id")
+        where = f"messages.{index}.tool_call_id"
         raise ApiError.wrong(where, result.tool_call_id, "the id of a call before it that has no other result")
     if result.name is not None and result.name != called:
-        where = name_of(f"messages.{index}.name")
+        where = f"messages.{index}.name"
         message = f"{where} is {brief(result.name)}, but the call is one of {brief(called)}; leave it out"
         raise ApiError(400, message, where)
 
 
-def _call_messages(index: int, message: ChatMessage, results: dict[str, str], name_of: NameOf) -> Iterator[Message]:
+def _call_messages(index: int, message: ChatMessage, results: dict[str, str]) -> Iterator[Message]:
     """Make a message for each call and one for its result. The first also has the reasoning before the calls.
 
     Arguments are rendered as the model wrote them.
@@ -222,8 +211,8 @@ def _call_messages(index: int, message: ChatMessage, results: dict[str, str], na
     before = [text for text in (message.thinking, message.text) if text]
     for number, call in enumerate(message.tool_calls):
         if call.id not in results:
-            missing = f"{name_of(f'messages.{index}.tool_calls.{number}')} has no result"
-            raise ApiError(400, f"{missing}; send {name_of(RESULT)} {brief(call.id)}", name_of("messages"))
+            missing = f"messages.{index}.tool_calls.{number} has no result"
+            raise ApiError(400, f"{missing}; send {RESULT} {brief(call.id)}", "messages")
         function = {"name": call.function.name, "arguments": Verbatim(call.function.arguments)}
         calls = [{"id": call.id, "type": "function", "function": function}]
         thinking = {} if number or not before else {"thinking": "\n\n".join(before)}
