@@ -121,7 +121,7 @@ def summarize(
     """Summarise all requests: counters, then figures from them.
 
     baselines[i]: plain decoding of request i, or None. Speed-ups are over the requests that have one, and None if
-    nothing was drafted. host_gap_frac: see peagle.engine.host.timing.LoopTimes.
+    nothing was drafted. host_gap_frac: see peagle.engine.host.in_flight.LoopTimes.
     """
     counters = pooled_counters(results)
     without_loops = pooled_counters([result for result in results if not result.loops])

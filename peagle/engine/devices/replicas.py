@@ -27,8 +27,8 @@ from peagle.engine.auto.measure import Measuring
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import Handle
 from peagle.engine.host.handoff import HandOff
+from peagle.engine.host.in_flight import LoopTimes
 from peagle.engine.host.loop import EngineBase
-from peagle.engine.host.timing import LoopTimes
 from peagle.engine.host.warmup import Needs
 from peagle.engine.memory.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request

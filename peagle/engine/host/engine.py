@@ -37,12 +37,11 @@ from peagle.engine.host.constrained import first_mask, step_masks
 from peagle.engine.host.executor import Executor, ModelName
 from peagle.engine.host.handle import EngineError, Handle
 from peagle.engine.host.handoff import Fingerprints, HandOff
-from peagle.engine.host.in_flight import InFlight
+from peagle.engine.host.in_flight import InFlight, LoopClock, LoopTimes
 from peagle.engine.host.loop import EngineBase
 from peagle.engine.host.request_pages import RequestPages
 from peagle.engine.host.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.host.step_batches import StepBatch, StepBatches
-from peagle.engine.host.timing import LoopClock, LoopTimes
 from peagle.engine.host.warmup import Needs, WarmUp
 from peagle.engine.memory.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Drafting, FinishReason, Request, TokenChunk

@@ -18,9 +18,8 @@ from peagle.engine.devices.replicas import Replicas
 from peagle.engine.grammar import Grammar, Vocabulary
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.handle import Handle
-from peagle.engine.host.in_flight import InFlight
+from peagle.engine.host.in_flight import InFlight, LoopClock
 from peagle.engine.host.scheduler import DispatchTimes
-from peagle.engine.host.timing import LoopClock
 from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
