@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from peagle.base.errors import InputError, not_installed
 from peagle.base.settings import brief
@@ -151,21 +151,19 @@ def _allows_all(schema: Any, *but: str) -> bool:
 # --- what llguidance refuses ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Fault:
+class _Fault(NamedTuple):
     """A keyword that llguidance lacks, or whose value is wrong. path: JSON Pointer of the object that has it."""
 
     path: str
     keyword: str
     reason: str
-    remedy: str = "leave it out"
 
     def __str__(self) -> str:
         if self.reason.startswith(UNKNOWN):
-            return f"{self.keyword} at {self.path} is not supported; {self.remedy}"
+            return f"{self.keyword} at {self.path} is not supported; leave it out"
         if "supported" in self.reason:
-            return f"{self.keyword} at {self.path} is not supported ({self.reason}); {self.remedy}"
-        return f"{self.keyword} at {self.path} is not valid ({self.reason}); correct it, or {self.remedy}"
+            return f"{self.keyword} at {self.path} is not supported ({self.reason}); leave it out"
+        return f"{self.keyword} at {self.path} is not valid ({self.reason}); correct it, or leave it out"
 
     @property
     def lost(self) -> str:
