@@ -74,6 +74,7 @@ COMMANDS = {
     "data": Entry(MORE, "Generate training data: a target's answers to prompts.", "data:Data"),
     "export": Entry(MORE, "Convert a drafter for vLLM or speculators.", "export:Export"),
     "report": Entry(MORE, "Render the report of a sweep or a training, or compare sweeps.", "report:Report"),
+    "evaluate": Entry(MORE, "Check the accuracy on GSM8K, with drafts and plainly.", "evaluate:Evaluate"),
     "parity": Entry(MORE, "Check a pair against references; explain low acceptance.", "parity:Parity"),
     "bench": Entry(MORE, "Time a target's prefill, decoding and verify passes.", "bench:BenchCommand"),
     "check": Entry(MORE, "Test this machine's kernels and lossless decoding.", "check:Check"),

@@ -1,7 +1,9 @@
 """`peagle batch`: answer a file of requests of OpenAI's API."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +16,9 @@ from peagle.cli.output import say
 from peagle.cli.serve import FAILED, Served, check_models, default_name, load_engine
 from peagle.config import EngineConfig
 
-if TYPE_CHECKING:  # it imports JAX
-    from peagle.serve.batch import Counts
+if TYPE_CHECKING:  # they import JAX
+    from peagle.cli.display import Display
+    from peagle.serve.batch import BatchFile, Counts, EngineAnswerer
 
 ALL_REFUSED = 3  # exit code
 MAX_QUEUE = 1 << 30  # no limit, because a line may ask for many answers, and no client waits
@@ -62,32 +65,46 @@ def answer_file(settings: BatchCommand) -> int:
 
     with require_extra("batches need", "serve"):
         from peagle.serve.batch import BatchFile, check_files
-        from peagle.serve.engine_loop import EngineLoop
-        from peagle.serve.shared_state import SharedState
     models = check_models(settings)
     check_files(settings.requests, settings.answers)
     display = Display(quiet=settings.quiet)
-    name = settings.served_model_name or default_name(models[0])
-    engine, builder = load_engine(settings, models, display, f"answering as {name}")
-    loop = EngineLoop(engine, MAX_QUEUE)
-    batch = BatchFile(
-        SharedState(loop, builder, name), settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots
-    )
-    started = time.perf_counter()
-    try:
-        with display.on_interrupt(lambda: _progress(batch.counts)), display.stage("answering") as advance:
-            asyncio.run(batch.run(interrupt.pressed, lambda counts: advance(counts.done, counts.total)))
-            interrupt.check()
-    finally:
-        loop.close()
-    if loop.failure is not None:
-        say("error", f"{loop.failure}; {_progress(batch.counts)}")
+    with engine_answerer(settings, models, display) as answerer:
+        batch = BatchFile(answerer, settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots)
+        started = time.perf_counter()
+        answer_lines(batch, display)
+    if answerer.failure is not None:
+        say("error", f"{answerer.failure}; {_progress(batch.counts)}")
         return FAILED
     summary = _summary(batch.counts, time.perf_counter() - started)
     display.note(summary)
     if settings.quiet and (batch.counts.refused or batch.counts.failed):
         display.warn([summary])
     return FAILED if batch.counts.failed else ALL_REFUSED if batch.counts.all_refused else 0
+
+
+@contextlib.contextmanager
+def engine_answerer(
+    settings: Served, models: tuple[str, str | None], display: "Display", *, greedy: bool = False
+) -> "Iterator[EngineAnswerer]":
+    """Load the pair and make the engine that answers lines in the block. greedy: as in `load_engine`."""
+    from peagle.serve.batch import EngineAnswerer
+    from peagle.serve.engine_loop import EngineLoop
+    from peagle.serve.shared_state import SharedState
+
+    name = settings.served_model_name or default_name(models[0])
+    engine, builder = load_engine(settings, models, display, f"answering as {name}", greedy=greedy)
+    loop = EngineLoop(engine, MAX_QUEUE)
+    try:
+        yield EngineAnswerer(SharedState(loop, builder, name))
+    finally:
+        loop.close()
+
+
+def answer_lines(batch: "BatchFile", display: "Display") -> None:
+    """Answer the lines that have no answer yet, with progress. Raises KeyboardInterrupt after Ctrl-C."""
+    with display.on_interrupt(lambda: _progress(batch.counts)), display.stage("answering") as advance:
+        asyncio.run(batch.run(interrupt.pressed, lambda counts: advance(counts.done, counts.total)))
+        interrupt.check()
 
 
 def _progress(counts: "Counts") -> str:

@@ -161,16 +161,19 @@ def check_models(settings: Served) -> tuple[str, str | None]:
 
 
 def load_engine(
-    settings: Served, models: tuple[str, str | None], display: "Display", doing: str
+    settings: Served, models: tuple[str, str | None], display: "Display", doing: str, *, greedy: bool = False
 ) -> "tuple[AnyEngine, RequestBuilder]":
-    """Load the pair, warm up its engine, and note its size. doing: begins the note, as "serving NAME"."""
+    """Load the pair, warm up its engine, and note its size.
+
+    doing: begins the note, as "serving NAME". greedy: compile the programs of greedy requests only.
+    """
     from peagle.cli.models import chosen_context, load_pair
     from peagle.serve.request_builder import RequestBuilder
 
     pair = load_pair(*models, settings.load, display)
     config = pair.resolve(settings.engine, context=chosen_context(pair, settings.engine), k_per_request=True)
     engine = pair.engine(config)
-    _warm_up(pair, engine, display)
+    _warm_up(pair, engine, display, greedy)
     for line in _describe(pair, engine, doing):
         display.note(line)
     return engine, RequestBuilder(pair, config.context, settings.rendering.date, config.num_drafts)
@@ -227,12 +230,13 @@ def check_allowed_origin(origin: str) -> None:
         )
 
 
-def _warm_up(pair: "Pair", engine: "AnyEngine", display: "Display") -> None:
+def _warm_up(pair: "Pair", engine: "AnyEngine", display: "Display", greedy: bool) -> None:
     """Compile the programs of greedy, sampled and constrained requests, with progress and the time left."""
     from peagle.cli.display import PART
 
     # (sampled, full): share of the compile time, measured on two cores; the last also has the programs of grammars
-    shares, started = {(False, False): 0.2, (True, False): 0.2, (True, True): 0.6}, time.monotonic()
+    shares = {(False, False): 1.0} if greedy else {(False, False): 0.2, (True, False): 0.2, (True, True): 0.6}
+    started = time.monotonic()
     finished = 0.0
     try:
         for done, ((sampled, full), share) in enumerate(shares.items()):
@@ -241,7 +245,7 @@ def _warm_up(pair: "Pair", engine: "AnyEngine", display: "Display") -> None:
             display.begin_run("compiling", done, len(shares), left_s, unit=PART)  # `measuring` ends it
             finished += share
             engine.warm_up(sampled=sampled, full_logits=full, measuring=display.measuring, constrained=full)
-        if pair.tokenizer is not None:  # with a large vocabulary, the first grammar takes seconds
+        if pair.tokenizer is not None and not greedy:  # with a large vocabulary, the first grammar takes seconds
             pair.grammars.compile(Grammar.json_object(), channels=True)
     finally:
         display.clear()

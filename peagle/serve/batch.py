@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import pydantic_core
 
@@ -191,33 +191,77 @@ def _read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
     return Line(number, custom_id, url, pydantic_core.to_json(body))
 
 
+@runtime_checkable
+class Answerer(Protocol):
+    """What answers lines: the engine of this process (`EngineAnswerer`), or a server (`peagle.serve.remote`)."""
+
+    @property
+    def model(self) -> str:
+        """Return the model's name."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Say why no further line can be answered; None while they can."""
+        ...
+
+    async def reply(self, line: Line) -> tuple[Mapping[str, Any], str, int]:
+        """Return (the reply to a line, its id, the number of its tokens). Raises ApiError for a refused one."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineAnswerer:
+    """Answers lines with the server's code."""
+
+    shared: SharedState
+
+    @property
+    def model(self) -> str:
+        return self.shared.model
+
+    @property
+    def failure(self) -> str | None:
+        return self.shared.loop.failure
+
+    async def reply(self, line: Line) -> tuple[Mapping[str, Any], str, int]:
+        generation = await ENDPOINTS[line.url].generation(self.shared, line.body)
+        try:
+            if generation.stream:
+                raise ApiError(400, "stream is set; a batch has no streams: leave it out", "stream")
+            body = await generation.reply()
+            return body, generation.formatter.id, sum(len(result.output_ids) for result in generation.results())
+        finally:
+            self.shared.finish(generation, line.url)
+
+
 @dataclass
 class BatchFile:
     """An input file and its output. at_once: the most lines in flight."""
 
-    shared: SharedState
+    answerer: Answerer
     source: Path
     out: Path
     at_once: int
     counts: Counts = field(default_factory=Counts)
 
     async def run(self, should_stop: Callable[[], bool], progress: Callable[[Counts], object]) -> None:
-        """Answer all lines that have no response. Stop early if `should_stop` returns true or the engine fails.
+        """Answer all lines that have no response. Stop early if `should_stop` returns true or the answerer fails.
 
         Raises InputError if another run writes the output, or if it has answers to other requests or of another model.
         """
 
         def ends() -> bool:
             progress(self.counts)
-            return should_stop() or self.shared.loop.failure is not None
+            return should_stop() or self.answerer.failure is not None
 
         self.counts.total = count_lines(self.source)
         with locked(self.out):
             known = read_answers(self.out)
             check_same(self.source, self.out, known)
-            if others := {*known.models.values()} - {self.shared.model}:
+            if others := {*known.models.values()} - {self.answerer.model}:
                 raise InputError(
-                    f"{self.out} has answers of the model {brief(others.pop())}, and {brief(self.shared.model)} is "
+                    f"{self.out} has answers of the model {brief(others.pop())}, and {brief(self.answerer.model)} is "
                     "loaded; give another file, or load that model"
                 )
             if known.has_others:
@@ -259,7 +303,8 @@ class BatchFile:
         """Write the answer to a line, an error object if it is refused or the server fails."""
         request_id = f"req_{uuid.uuid4().hex}"
         try:
-            body, request_id = await self._reply(line)
+            body, request_id, num_tokens = await self.answerer.reply(line)
+            self.counts.tokens += num_tokens
             status = 200
         except Exception as error:
             if not isinstance(error, ApiError | InputError):
@@ -273,18 +318,6 @@ class BatchFile:
         else:
             self.counts.failed += 1
         _write(file, line.custom_id, {"status_code": status, "request_id": request_id, "body": body}, None, line.id)
-
-    async def _reply(self, line: Line) -> tuple[Mapping[str, Any], str]:
-        """Return (the reply to a line, its id)."""
-        generation = await ENDPOINTS[line.url].generation(self.shared, line.body)
-        try:
-            if generation.stream:
-                raise ApiError(400, "stream is set; a batch has no streams: leave it out", "stream")
-            body = await generation.reply()
-            self.counts.tokens += sum(len(result.output_ids) for result in generation.results())
-            return body, generation.formatter.id
-        finally:
-            self.shared.finish(generation, line.url)
 
 
 async def _wait(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:

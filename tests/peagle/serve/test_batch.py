@@ -15,7 +15,7 @@ from peagle.base.errors import InputError
 from peagle.base.files import locked
 from peagle.cli import main
 from peagle.serve.app import ENDPOINTS
-from peagle.serve.batch import BatchFile, check_files
+from peagle.serve.batch import BatchFile, EngineAnswerer, check_files
 from peagle.serve.bodies import CompletionBody
 from peagle.serve.errors import ApiError
 from peagle.serve.shared_state import SharedState
@@ -65,9 +65,9 @@ def run(make: Callable[..., SharedState], tmp_path: Path) -> Callable[..., Batch
             by = service = service or make()
         (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
         looks = iter(range(10**9))
-        batch = BatchFile(by, tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
+        batch = BatchFile(EngineAnswerer(by), tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
         asyncio.run(batch.run(lambda: stop_at is not None and next(looks) >= stop_at, lambda _: None))
-        assert batch.shared.loop.num_open == 0 or stop_at is not None
+        assert by.loop.num_open == 0 or stop_at is not None
         return batch
 
     return running
@@ -83,7 +83,7 @@ def out(tmp_path: Path) -> Path:
 
 def test_each_line_has_the_servers_answer(run: Any, out: Path) -> None:
     batch = run([line(name) for name in BODIES])
-    answers, client = read(out), client_of(batch.shared)
+    answers, client = read(out), client_of(batch.answerer.shared)
     assert answers.keys() == BODIES.keys()
     assert (batch.counts.answered, batch.counts.refused, batch.counts.done) == (len(BODIES), 0, batch.counts.total)
     for name, (url, body) in BODIES.items():
