@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # they import JAX
     from peagle.measure.sweep.store import Folder
     from peagle.pair import Pair
 
-RESOLVED = ("dtype", "experts", "kernels")  # fields of peagle.pair.Loaded: what the options resolved to
+RESOLVED = ("dtype", "experts", "kernels", "mesh")  # fields of peagle.pair.Loaded: what the options resolved to
 DEMO_PROMPTS = 60  # by default
-LOADED = Takes("target", "drafter_window", "dtype", "experts")
+LOADED = Takes("target", "drafter_window", "dtype", "experts", "mesh")
 # allowed with --resume, because they do not change the measurements
 FREE = ("out", "resume", "dry_run", "quiet")
 
@@ -155,7 +155,8 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
     try:
         pairs = _load(plan, display)
         pair = pairs[models_of(PLAIN)]
-        origin = provenance() | {"ran": {name: getattr(pair.loaded, name) for name in RESOLVED}}
+        ran = {name: value for name in RESOLVED if (value := getattr(pair.loaded, name)) is not None}
+        origin = provenance() | {"ran": ran}
         if folder is None:
             folder = begin(out, plan, origin)
         else:
@@ -244,6 +245,7 @@ def _plan(settings: Sweep) -> Plan:
         dtype=settings.load.dtype,
         experts=settings.load.experts,
         kernels=settings.load.kernels,
+        mesh=settings.load.mesh,
         concurrencies=() if settings.concurrency is None else numbers("--concurrency", settings.concurrency, int),
     )
 
@@ -326,7 +328,9 @@ def _check_models(plan: Plan) -> None:
     """Raise InputError for models that do not fit, and for a bad window. Reads no weights."""
     from peagle.loading.checkpoints import drafter_path, resolve
     from peagle.loading.fit import check_fit, chosen_window
+    from peagle.parallel.mesh import refuse_replicas
 
+    refuse_replicas(plan.mesh, "peagle sweep measures one replica")
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
     for path in paths:
         ks = [most for k in plan.ks if (most := Drafts.parse(k).num_drafts)]
@@ -372,7 +376,7 @@ def _load(plan: Plan, display: "Display") -> "dict[Models, Pair]":
     from peagle.loading.load import load, with_drafter
     from peagle.measure.sweep.runner import models_of
 
-    options: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
+    options: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels, "mesh": plan.mesh}
     with display.stage(f"loading {plan.target}") as progress:
         plain = load(plan.target, None, progress=progress, **options)
     pairs = {models_of(PLAIN): plain}

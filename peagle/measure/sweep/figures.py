@@ -40,6 +40,7 @@ class VariantRow:
     looping_frac: float  # of the requests
     counters: Counters
     acceptance_length: Estimate | None  # sum emitted / sum steps, both of steps that verified drafts
+    mean_length: Estimate | None  # mean over conversations of each one's acceptance length
     length_without_loops: Estimate | None
     rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps that verified drafts
     tok_per_s: Estimate | None  # sum (tokens - 1) / sum decode_s; its interval is over rounds
@@ -137,6 +138,16 @@ def rows(folder: Folder) -> list[VariantRow]:
     ]
 
 
+def rows_by_prompt(folder: Folder, workload: Workload) -> dict[int, list[VariantRow]]:
+    """Compute the figures of each variant, one request at a time, for each conversation by its row, from 0."""
+    by_prompt: dict[int, list[VariantRow]] = {}
+    for (at, variant), requests in pairings(folder).items():
+        if at == workload and variant.concurrency is None:
+            for row, own in _by_conversation(requests).items():
+                by_prompt.setdefault(row, []).append(_row(folder.plan, workload, variant, own))
+    return by_prompt
+
+
 def alone(rows: Iterable[VariantRow]) -> list[VariantRow]:
     """Select the rows of one request at a time."""
     return [row for row in rows if row.concurrency is None]
@@ -203,6 +214,7 @@ def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pa
         looping_frac=sum(loops) / len(pairings),
         counters=counters,
         acceptance_length=_length(pairings),
+        mean_length=_mean_length(pairings),
         length_without_loops=_length([pairing for pairing in pairings if not pairing.loops]),
         rate_per_position=tuple(map(accepted, range(len(counters.tried) if counters.num_steps else 0))),
         tok_per_s=_of_rounds(rounds[:, [TOKENS, SECONDS]], ratio),
@@ -214,6 +226,19 @@ def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pa
 
 def _length(pairings: Sequence[Pairing]) -> Estimate | None:
     return _of_counters(pairings, lambda counters: (counters.num_emitted, counters.num_steps))
+
+
+def _mean_length(pairings: Sequence[Pairing]) -> Estimate | None:
+    lengths = [length.value for own in _by_conversation(pairings).values() if (length := _length(own))]
+    return estimate(np.array([(length, 1.0) for length in lengths]), ratio)
+
+
+def _by_conversation(pairings: Iterable[Pairing]) -> dict[int, list[Pairing]]:
+    """Group requests by their conversation's row in the file, from 0."""
+    by_row: dict[int, list[Pairing]] = {}
+    for pairing in pairings:
+        by_row.setdefault(pairing.request.row, []).append(pairing)
+    return by_row
 
 
 def _of_counters(pairings: Sequence[Pairing], row: Callable[[Counters], tuple[float, float]]) -> Estimate | None:

@@ -15,10 +15,11 @@ from peagle.measure.estimates import FEWEST, FEWEST_ROUNDS, Estimate, estimate_t
 from peagle.measure.provenance import origin_text
 from peagle.measure.reports import Block, Picture, Table, command, heading, plain
 from peagle.measure.sweep.compare import LENGTH, SPEEDUP, Change, Difference
-from peagle.measure.sweep.figures import VariantRow, alone, best, concurrent, of_workload
+from peagle.measure.sweep.figures import VariantRow, alone, best, concurrent, of_workload, rows_by_prompt
 from peagle.measure.sweep.plan import Plan, Workload, k_order, short_names
 from peagle.measure.sweep.store import Folder
 
+MOST_PROMPTS = 20  # of a set whose page has a line for each
 HASH = 12  # digits of a checksum that a page shows
 PLAINLY = "plain decoding"
 MOST_HEIGHT = 2.0  # of a picture, over its highest point: the intervals of few rounds may be far wider
@@ -62,6 +63,11 @@ COLUMNS = (
         "acceptance length",
         lambda row: estimate_text(row.acceptance_length),
         "tokens of the outputs per step that verified drafts; what a step decides after an output's end does not count",
+    ),
+    Column(
+        "mean of prompts",
+        lambda row: estimate_text(row.mean_length),
+        "mean of the prompts' own acceptance lengths: a long answer counts as much as a short one",
     ),
     Column(
         "without loops", _length_without_loops, "acceptance length without outputs that repeat 30 % of their 4-grams"
@@ -153,6 +159,9 @@ def tables(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[tuple[str, Ta
 
 def _sections(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[tuple[str, Table, Iterator[Picture]]]:
     """Yield (title, table, pictures) as `tables` does; a picture is drawn when it is taken."""
+    if len(folder.plan.workloads) > 1:
+        sets = {workload.label: alone(of_workload(rows, workload)) for workload in folder.plan.workloads}
+        yield "Acceptance length and speed-up by prompt set", _by_variant("prompts", sets), iter(())
     for workload in folder.plan.workloads:
         own, label = of_workload(rows, workload), workload.label
         singly, together = alone(own), concurrent(own)
@@ -164,6 +173,25 @@ def _sections(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[tuple[str,
             if used:
                 cells = [[column.text(row) for column in used] for row in part]
                 yield title, Table([column.name for column in used], cells, num_names=1 + (AT_ONCE in used)), pictures
+        if singly and 1 < singly[0].num_requests <= MOST_PROMPTS:
+            prompts = {str(row + 1): own for row, own in sorted(rows_by_prompt(folder, workload).items())}
+            yield f"{label}: acceptance length and speed-up by prompt", _by_variant("row", prompts), iter(())
+
+
+def _by_variant(name: str, lines: Mapping[str, Sequence[VariantRow]]) -> Table:
+    """Make a table with a line per prompt, or set of prompts, and a column per variant."""
+    labels = list(dict.fromkeys(row.label for rows in lines.values() for row in rows))
+    cells = {line: {row.label: _in_short(row) for row in rows} for line, rows in lines.items()}
+    header = [name, *(f"K = {label}" if label != "0" else "plain tok/s" for label in labels)]
+    return Table(header, [[line, *(own.get(label, "-") for label in labels)] for line, own in cells.items()])
+
+
+def _in_short(row: VariantRow) -> str:
+    """Write an acceptance length and a speed-up; of plain decoding tok/s."""
+    if row.k == 0:
+        return _tok_per_s(row)
+    length = "-" if row.acceptance_length is None else f"{row.acceptance_length.value:.2f}"
+    return length if row.speedup is None else f"{length}, {row.speedup.value:.2f}x"
 
 
 def run_blocks(folder: Folder, rows: Sequence[VariantRow]) -> list[Block]:

@@ -86,6 +86,7 @@ class Plan:
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of TARGET, TEMPLATE, "drafter NAME"
     concurrencies: tuple[int, ...] = ()  # with each number of slots, variants also decode all requests at once
     drafter_window: str = AUTO
+    mesh: str | None = None
 
     def __post_init__(self) -> None:
         if any(not 0 <= t < float("inf") for t in self.temperatures):

@@ -22,10 +22,11 @@ from peagle.cli import main
 from peagle.cli.report import show_table
 from peagle.measure import charts
 from peagle.measure.estimates import Estimate
+from peagle.measure.metrics import total
 from peagle.measure.reports import Table
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import LENGTH, SPEEDUP, differences
-from peagle.measure.sweep.figures import VariantRow, rows
+from peagle.measure.sweep.figures import VariantRow, rows, rows_by_prompt
 from peagle.measure.sweep.plan import Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from tests.peagle.measure.sweep.runs import Lab, example_row, lines_of, with_lines, with_plan
@@ -153,9 +154,28 @@ def test_a_column_stands_where_it_says_something(finished: Folder, looping: floa
         looping_frac=looping,
         num_differing=4 if looping else 0,
     )
-    ((_, table),) = page.tables(finished, [row])
+    (_, table), *_ = page.tables(finished, [row])
     extra = {"without loops": "2.00", "outputs that differ": "4 of 16"} if looping else {}
     assert dict(zip(table.header, table.rows[0], strict=True)) == {"K": "0", "acceptance length": "3.00", **extra}
+
+
+def test_a_small_set_has_a_line_per_prompt_and_several_sets_a_line_per_set(finished: Folder) -> None:
+    """Beside the pooled length stands the mean of the prompts'; both follow from the lines by prompt."""
+    figures = rows(finished)
+    by_prompt = rows_by_prompt(finished, finished.plan.workloads[0])
+    assert sorted(by_prompt) == list(range(8))
+    for index, row in enumerate(figures[1:], 1):
+        assert row.mean_length is not None
+        lengths = [own[index].acceptance_length for own in by_prompt.values()]
+        assert row.mean_length.value == pytest.approx(np.mean([length.value for length in lengths if length]))
+        assert row.counters == total([own[index].counters for own in by_prompt.values()])
+    titles = {title.partition(": ")[2]: table for title, table in page.tables(finished, figures)}
+    table = titles["acceptance length and speed-up by prompt"]
+    assert list(table.header) == ["row", "plain tok/s", "K = 1", "K = 3"]
+    assert [line[0] for line in table.rows] == list("12345678")
+    assert all(re.fullmatch(r"\d\.\d\d, \d+\.\d\dx|-", cell) for line in table.rows for cell in line[2:])
+    sets = with_plan(finished, temperatures=[0.0, 1.0])
+    assert [line[0] for line in next(page.tables(sets, rows(sets)))[1].rows] == [at.label for at in sets.plan.workloads]
 
 
 # --- pictures ---

@@ -298,6 +298,7 @@ REFUSED = [
     ("--concurrency 1,3 --num-prompts 2", "--concurrency is 3, but demo has 2 requests; expected at least as many"),
     ("--drafter-window wide", "drafter-window is 'wide'; expected the positions"),
     ("--drafter-window 128 --drafter ngram", "no drafter with weights"),
+    ("--mesh dp=2", "--mesh is 'dp=2', but peagle sweep measures one replica; leave dp out"),
 ]
 
 
