@@ -1,5 +1,6 @@
 """scripts.bench: every scenario has help, refuses bad options in a line, and takes ratios within a round."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,11 @@ import pytest
 from peagle.base.errors import InputError
 from peagle.workflows.random_checkpoint import write_random_checkpoint
 from scripts import bench
-from scripts.scenarios import engine
+from scripts.scenarios import engine, experts
 from scripts.scenarios.engine import BEFORE, NOW
 from tests.scripts.conftest import GEOMETRY
 
-SCENARIOS = ["auto", "engine", "memory", "peers", "serve", "soak"]
+SCENARIOS = ["auto", "engine", "experts", "memory", "peers", "serve", "soak"]
 
 
 def test_without_a_scenario_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +46,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("auto S --requests a", "--requests is 'a'; expected numbers with commas between"),
         ("engine --before nowhere demo", "expected a checkout of this project"),
         ("engine --before . --rounds 0 demo", "--rounds is 0; expected 1 or more"),
+        ("experts huge", "huge is no size; expected some of tiny, S"),
+        ("experts S --rows 0,1", "--rows is '0,1'; expected numbers of 1 or more"),
         ("peers {checkpoint} --engines unheard-of", "--engines names 'unheard-of'"),
         ("peers {checkpoint} --engines vllm", "vllm cannot run here: no --vllm-python was given"),
         ("peers {checkpoint} --engines vllm --vllm-python /no/such", "there is no such program as --vllm-python names"),
@@ -76,6 +79,14 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert says in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_forms_of_experts_are_timed_until_they_take_too_long(tmp_path: Path) -> None:
+    typed = f"experts --out {tmp_path / 'run'} tiny --rows 1,4 --rounds 1 --most-ms 1".split()
+    assert bench.main(typed) == 0
+    one, four = json.loads((tmp_path / "run" / "run.json").read_text())["rows"]
+    assert {f"{name}_ms" for name in experts.FORMS} <= one.keys()
+    assert all(one[name]["median"] <= 1 for name in four if name.endswith("_ms"))
 
 
 def test_a_bench_that_is_killed_is_one_line(tmp_path: Path) -> None:
