@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from peagle.base.errors import InputError
-from peagle.cli import main
 from peagle.measure.sweep.figures import alone, concurrent, rows
 from peagle.measure.sweep.store import RUN, open_run
 
@@ -42,11 +41,3 @@ def test_a_copy_without_raw_lines_is_a_summary(tmp_path: Path) -> None:
     shutil.copy(RECORDED / RUN, tmp_path / RUN)
     with pytest.raises(InputError, match="holds the summary of a run"):
         open_run(tmp_path)
-
-
-def test_a_recorded_run_is_reported(tmp_path: Path) -> None:
-    run = Path(shutil.copytree(RECORDED, tmp_path / "run"))
-    assert main(["report", str(run)]) == 0
-    assert "many requests at once" in (run / "README.md").read_text()
-    assert main(["report", str(run), str(RECORDED), "--out", str(tmp_path / "both"), "--quiet"]) == 0
-    assert "| real? |" in (tmp_path / "both" / "README.md").read_text()

@@ -1,7 +1,6 @@
 """The comparison with peers: all get the same tokens, ratios follow from lines, a peer that fails is one line."""
 
 import argparse
-import dataclasses
 import stat
 import sys
 from collections.abc import Iterator
@@ -13,22 +12,18 @@ import pytest
 from peagle.base.errors import InputError
 from peagle.loading.checkpoints import DEMO, DEMO_EAGLE3, resolve
 from peagle.measure.record import rotated
-from peagle.workflows.random_checkpoint import write_random_checkpoint, write_random_drafter
 from scripts.peers import ours
 from scripts.peers.llama import Build
 from scripts.scenarios import peers
 from scripts.scenarios.peers import (
-    LLAMA,
     OURS,
     PLAIN,
     VLLM,
     Site,
     entry,
     random_prompts,
-    supports,
 )
 from target.load import inspect_target
-from tests.scripts.conftest import GEOMETRY
 
 pytestmark = pytest.mark.compile
 
@@ -79,12 +74,6 @@ def test_requests_are_decoded_together_by_engines_that_can() -> None:
     assert {name: line[name] for name in figures} == pytest.approx(figures)
 
 
-def test_the_demo_answers_all_prompts_whatever_is_decoded_together() -> None:
-    demo = dataclasses.replace(SITE, demo=True)
-    assert demo.groups(1) == [[prompt] for prompt in PROMPTS]
-    assert demo.groups(2) == [PROMPTS[:2], PROMPTS[2:]]
-
-
 def fake_lines() -> Iterator[dict[str, Any]]:
     factors = {(OURS, PLAIN): 1.0, (VLLM, PLAIN): 4.0, (OURS, "p-eagle, K = 5"): 2.0, (VLLM, "p-eagle, K = 5"): 3.0}
     for number, drift in DRIFT.items():
@@ -104,44 +93,6 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert vllm["ours_over_peer"] == vllm["ours_over_peer_prefill"] == {"median": 4, "lowest": 4, "highest": 4}
     assert (drafted["ours_over_peer"]["median"], drafted["over_plain"]["median"]) == pytest.approx((1.5, 4 / 3))
     assert (own_drafted["over_plain"]["median"], own_drafted["equal_frac"]) == (0.5, pytest.approx(1 / 3))
-
-
-def test_engines_draft_what_they_can() -> None:
-    demo = dataclasses.replace(SITE, demo=True)
-    ways = [("p-eagle", 5), ("eagle3", 5), ("eagle3", "auto:4"), ("dflash", 3), ("dflash", 7), ("ngram", 3)]
-    can = {name: [way for way in ways if supports(name, demo, *way)] for name in (OURS, VLLM, LLAMA)}
-    assert can == {OURS: ways, VLLM: ways[:2], LLAMA: [ways[1], *ways[4:]]}
-    assert not supports("transformers-bf16", demo, "eagle3", 5)
-    assert not supports(LLAMA, SITE, "eagle3", 5)
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_options_of_engines(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU all compute there, and share its memory; on a CPU vLLM reads a copy without MXFP4."""
-    started = {}
-
-    def start(name: str, _: str, kind: str, options: dict[str, Any]) -> None:
-        started[name] = (kind, options)
-
-    monkeypatch.setattr(peers, "start", start)
-    site = dataclasses.replace(SITE, gpu=gpu, num_on_gpu=3)
-    for own in (entry(VLLM, site, "p-eagle", 5), entry("transformers-fp32", site), entry("peagle-xla", site)):
-        own.start()
-    (_, vllm), (kind, torch), (_, xla) = started.values()
-    assert (vllm["parallel"], vllm["num_drafts"], vllm["drafter"]) == (True, 5, "/drafter")
-    assert vllm["target"].endswith("small" if gpu else "unquantised")
-    assert vllm.get("gpu_memory_frac") == (pytest.approx(0.3) if gpu else None)
-    assert (kind, torch["dtype"], torch["device"]) == ("transformers", "float32", "cuda" if gpu else "cpu")
-    assert xla["kernels"] == "xla"
-
-
-def test_ours_counts_the_steps_with_drafts_of_a_request(tmp_path: Path) -> None:
-    """Random drafts are not accepted: a token a step."""
-    write_random_checkpoint(tmp_path / "target", dataclasses.replace(GEOMETRY, layer_types=GEOMETRY.layer_types * 2))
-    config = inspect_target(tmp_path / "target").config
-    write_random_drafter(tmp_path / "drafter", peers.GEOMETRIES["p-eagle"], config)
-    engine = ours.load(str(tmp_path / "target"), 128, "xla", "float32", str(tmp_path / "drafter"))
-    assert 6 <= engine.decode([[3, 1, 4], [1, 5, 9]], 12, [], num_drafts=2)["steps"] <= 11
 
 
 def test_requests_get_the_same_tokens_together_alone_and_with_drafts() -> None:
@@ -165,12 +116,6 @@ def test_transformers_and_ours_decode_the_same(checkpoint: Path) -> None:
     mine = ours.load(str(checkpoint), 128, "xla", "float32")
     first, second = (engine.decode([[3, 1, 4]], 12, [])["token_ids"] for engine in (theirs, mine))
     assert first == second
-
-
-def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
-    site = dataclasses.replace(SITE, target=tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"^peagle-xla: InputError: .*nothing does not exist[^\n]*$"):
-        entry("peagle-xla", site).start()
 
 
 DRIVER = f"""#!{sys.executable}

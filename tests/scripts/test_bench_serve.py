@@ -8,13 +8,12 @@ import pytest
 
 from peagle.base.errors import InputError
 from peagle.engine.host.engine import Engine
-from peagle.loading.checkpoints import DEMO, resolve
 from peagle.text.tokenizer import load_tokenizer
 from scripts.scenarios import soak
 from scripts.scenarios.serve import PEER, by_engine, rounds, row_of
 from scripts.serving import client, servers
 from scripts.serving.client import Reply
-from scripts.serving.models import PLAIN, Load, prompts
+from scripts.serving.models import PLAIN, Load
 from scripts.serving.servers import Server
 from tests.support.harmony import says
 from tests.support.pairs import write_tokenizer
@@ -104,14 +103,6 @@ def test_a_soak_finds_wrong_answers_and_leaked_slots(
 def test_growth_is_of_the_last_tenth_over_the_second() -> None:
     assert soak.growth([10, 10, 100, 100, *[100] * 14, 103, 103]) == pytest.approx(0.03)
     assert soak.growth([1] * 19) is None
-
-
-def test_prompts_have_the_length_of_the_load_and_differ() -> None:
-    directory = resolve(DEMO, "target")
-    for length in (60, 300):
-        token_ids = prompts(directory, Load(1, 4, length, 2, 1))
-        assert [len(prompt) for prompt in token_ids] == [length] * 4
-        assert len({tuple(prompt) for prompt in token_ids}) > 1
 
 
 def test_a_server_that_does_not_come_up_says_why_in_a_line() -> None:

@@ -1,6 +1,5 @@
 """The demo's corpus, tokenizer, rows: held-out text stays out, every text survives, rows say what they hold."""
 
-import json
 import textwrap
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from drafter.train.shards import Document
 from scripts.demo import corpus, rows, tokenizer
 from scripts.demo.corpus import SourceFile
-from scripts.demo.rows import GOOD, LOOP, LOOPING, OTHER, PADDING, PROMPT, TEXT, behind_texts, pack, texts_of
+from scripts.demo.rows import GOOD, LOOP, LOOPING, OTHER, PADDING, PROMPT, pack
 from scripts.demo.target import TOKENIZER_FILES
-from scripts.demo.tasks import Task
 from scripts.demo.tokenizer import RETURN, SPECIAL_TOKENS
 
 FUNCTION = '''
@@ -71,15 +69,6 @@ def test_held_out_text_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert corpus.choose_held_out(SOURCES[::-1]) == modules
 
 
-def test_an_example_is_of_signature_summary_and_dedented_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "task_of", lambda stub, body: Task("whole", stub, body))
-    (function,) = corpus.chat_functions(SourceFile("stdlib", "m", "m.py", textwrap.indent(FUNCTION, "    ").replace(
-        "\n    def", "class A:\n    def", 1
-    ).format(name="grow", number=3)))  # fmt: skip
-    assert function.task.prompt == 'def grow(first, second=None):\n    """Add grow to what is there."""'
-    assert function.task.reference == "total = first + 3\nreturn total"
-
-
 @pytest.mark.parametrize("body", ["pass", "raise NotImplementedError", "...", "return 1", "\n".join(["x = 1"] * 40)])
 def test_trivial_and_long_bodies_are_left_out(body: str) -> None:
     text = "def f(x):\n" + textwrap.indent(body, "    ") + "\n"
@@ -119,21 +108,6 @@ def test_packed_rows_hold_every_document_once() -> None:
     assert not arrays["token_ids"][arrays["segment_ids"] == 0].any()
 
 
-TEXTS = texts_of([{"text": Path(json.__file__).read_text(encoding="utf-8")}])
-TASKS = [{"prompt": f"def f{number}(x):", "reference": f"    return x + {number}\n"} for number in range(30)]
-
-
-def test_every_task_stands_behind_a_text_that_leaves_room_for_it() -> None:
-    width = 512
-    behind = list(behind_texts(TASKS, TEXTS, width))
-    assert behind == list(behind_texts(TASKS, TEXTS, width))
-    for long, task in zip(behind, TASKS, strict=True):
-        assert long["prompt"].endswith("\n\n" + task["prompt"])
-        assert long["reference"] == task["reference"]
-        assert len(long["prompt"]) - len(task["prompt"]) <= rows.TEXT_FRAC[1] * width * rows.CHARS_PER_TOKEN + 2
-    assert len({long["prompt"][:40] for long in behind}) > 1
-
-
 END = SPECIAL_TOKENS.index(RETURN)
 ROUND = [20, 21, 22, 23, 24]
 
@@ -160,10 +134,3 @@ def test_practice_repeats_what_loops() -> None:
     assert ids == token_ids.tolist()
     # the first round is new, and the three tokens after it: only the fourth completes a run that was there
     assert roles == [PROMPT] * 3 + [PADDING] * (2 + 5 + 3) + [LOOP] * 12
-
-
-def test_a_good_answer_is_learnt_whole() -> None:
-    token_ids = np.array([1, 9, *range(20, 40), END], np.int32)
-    kind, (_, roles) = rows.lesson(Document(token_ids, np.arange(len(token_ids)) >= 2))
-    assert kind == GOOD
-    assert roles == [PROMPT] * 2 + [TEXT] * 21

@@ -1,8 +1,6 @@
 """The check on a GPU, as far as it can be tried without one."""
 
 import json
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,66 +56,12 @@ def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.Monke
     assert json.loads((out / "run.json").read_text())["rows"] == rows
 
 
-def test_sections_alone_and_a_time_that_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def endless() -> Iterator[dict[str, object]]:
-        while True:
-            yield {"copy_gb_per_s": 1.0}
-            clock[0] += 3
-
-    clock = [0.0]
-    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(gpu_check, "bandwidth", endless)
-    monkeypatch.setattr(gpu_check, "page", lambda _: [])
-    out = tmp_path / "run"
-    options = ("--any-device", "--shapes", "tiny", "--minutes", "0.15")
-    assert call("--out", out, *options, "--only", "kernels,bandwidth") == 0
-    rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
-    assert [row["section"] for row in rows] == ["kernels"] + ["bandwidth"] * 6
-    assert rows[-1]["left_out"] == "the rest, at the end of --minutes 0.15"
-
-
 def test_steps_are_projected_at_published_acceptance_lengths() -> None:
     step = {"section": "all", "shape": "20b", "drafter": "P-EAGLE, 4 layers", "k": 7, "draft_vocab": 9, "vocab_size": 9}
     step |= {"batch": 1, "step_ms": 2.0, "cycle_cost": 1.6, "temperature": 0.0}
     rows = [step, {**step, "batch": 8}, {**step, "temperature": 1.0}, {**step, "draft_vocab": 5}]
     (row,) = page.published(rows, gpu_check.PUBLISHED)
     assert (row["acceptance_length"], row["tok_per_s"], row["over_plain"]) == (3.7, 1850, 3.7 / 1.6)
-
-
-def test_a_shape_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shape, "ROOM", 1e30)
-    monkeypatch.setattr(shape.jax, "devices", lambda: [Device()])
-    out = tmp_path / "run"
-    assert call("--out", out, "--any-device", "--shapes", "tiny", "--only", "tiny: parts") == 0
-    (row,) = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
-    assert row["left_out"].endswith(" GB, and 80.0 GB are free")
-
-
-def test_a_shapes_weights_are_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    held: dict[str, weakref.ref[Weights]] = {}
-
-    def by_part(self: shape.Shape) -> Iterator[dict[str, object]]:
-        held[self.name] = weakref.ref(self.weights)
-        yield {"alive": [name for name, weights in held.items() if weights() is not None]}
-        raise RuntimeError("and nothing else of it runs")
-
-    monkeypatch.setattr(shape, "random_params", lambda *_: Weights())
-    monkeypatch.setattr(shape.Shape, "by_part", by_part)
-    options = ("--any-device", "--shapes", "tiny,S", "--only", "tiny: parts,S: parts")
-    assert call("--out", tmp_path / "run", *options) == 1
-    rows = [json.loads(line) for line in (tmp_path / "run" / "raw.jsonl").read_text().splitlines()]
-    assert [row["alive"] for row in rows if "alive" in row] == [["tiny"], ["S"]]
-
-
-class Weights:
-    """What a weak reference can be to."""
-
-
-class Device:
-    platform = device_kind = "a device"
-
-    def memory_stats(self) -> dict[str, int]:
-        return {"bytes_limit": 90_000_000_000, "bytes_in_use": 10_000_000_000}
 
 
 def test_a_server_is_measured_beside_its_engine() -> None:

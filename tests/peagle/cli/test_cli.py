@@ -1,6 +1,5 @@
 """The command line: what it prints where, and what it leaves behind."""
 
-import ast
 import importlib.metadata
 import io
 import json
@@ -18,7 +17,6 @@ from peagle.cli.display import Display
 from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.text.tokenizer import Tokenizer, detokenize
-from peagle.workflows.run import Observer, RunConfig, run
 from tests.support.commands import Captured, last_of_each, refused
 from tests.support.pairs import SPECIALS, Directories, toy_pair
 from tests.support.terminal import ROOT, TOY_PROCESS
@@ -100,34 +98,6 @@ def test_stop_strings_end_every_answer_and_the_json_says_which(cli: Run, toy: Pa
     assert [token["id"] for token in plain["logprobs"]] == plain["output_ids"]
 
 
-def test_generate_is_plain_and_says_the_same_and_quiet_is_the_text_alone(cli: Run) -> None:
-    code, speculated, err = cli(*SPECULATE, "--quiet", "Hi")
-    assert (code, err) == (0, "")
-    code, out, err = cli("speculate", "-k", "0", "-n", "12", "Hi")
-    assert (code, out) == (0, speculated)
-    assert "acceptance" not in err
-
-
-def test_quietly_nothing_is_compared_unless_the_json_shows_it(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[bool] = []
-
-    def spy(pair: Pair, conversations: Any, config: RunConfig, observer: Observer) -> Any:
-        compared.append(config.baseline)
-        return run(pair, conversations, config, observer)
-
-    monkeypatch.setattr("peagle.workflows.run.run", spy)
-    cli(*SPECULATE, "--quiet", "Hi")
-    answered(cli, *SPECULATE, "--quiet", "Hi")
-    assert compared == [False, True]
-
-
-def test_json_on_standard_output_is_alone_there(cli: Run) -> None:
-    value = answered(cli, *SPECULATE, "--prompt-ids", "50,51")
-    assert (value["schema"], value["requests"][0]["prompt_ids"]) == (1, [50, 51])
-    config = value["config"]
-    assert (config["target"], config["drafter"], config["num_speculative_tokens"]) == ("toy", "ngram", 3)
-
-
 def test_files_are_written_whole_and_with_the_usual_permissions(cli: Run, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["a", "b"]}\n{"prompt": "c"}\n{"prompt_ids": [50]}\n')
@@ -189,18 +159,6 @@ def test_a_grammar_binds_the_answer(cli: Run, tmp_path: Path) -> None:
         assert value["requests"][0]["text"] in ('"mean"', "12")
 
 
-def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
-    code, out, err = cli("speculate", "-k", "0", "-n", "4", "--logprobs", "2", "Hi")
-    assert code == 0
-    lines = err.splitlines()
-    first = lines.index("log-probability, token | most likely tokens") + 1
-    tokens = [line.partition(" | ")[0].split(maxsplit=1)[1].strip() for line in lines[first : first + 4]]
-    assert "".join(map(ast.literal_eval, tokens)) == out.removesuffix("\n")
-    assert all(line.partition(" | ")[2].count(", ") >= 1 for line in lines[first : first + 4])
-    ids = cli("speculate", "-k", "0", "-n", "4", "--logprobs", "2", "--prompt-ids", "50", pair=toy_pair(None))[2]
-    assert "log-probability" in ids
-
-
 def test_texts_decoded_together_come_in_the_order_of_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
     """Each when those before it have ended; of those that were cut off, the begun ones are shown."""
     display = Display(text=True, total=5)
@@ -237,20 +195,6 @@ def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.Mon
     for data, part in ((b"\xff", "not UTF-8"), (b"\n", "is empty")):
         pipe(data)
         refused(cli(*SPECULATE, "-"), part)
-
-
-def test_standard_output_is_the_answer_alone_and_standard_error_says_where_it_begins(
-    cli: Run, monkeypatch: pytest.MonkeyPatch, toy: Pair
-) -> None:
-    """A model may repeat its prompt, so a reader of both must see where the echo of the built-in example ends."""
-    monkeypatch.setattr("peagle.cli.speculate.EXAMPLE", "Hi\n\nyou")  # the toy has a token for each byte
-    monkeypatch.setattr(sys, "stdin", None)
-    code, out, err = cli(*SPECULATE)
-    answer = toy.generate("Hi\n\nyou", max_new_tokens=12, num_speculative_tokens=0).text
-    assert (code, out) == (0, f"{answer}\n")
-    assert "the built-in example:\nHi\n\nyou\n\nits answer:\n" in err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a prompt"))
-    assert "the built-in example (peagle speculate - reads a prompt from standard input):\nHi" in cli(*SPECULATE)[2]
 
 
 def test_options_of_a_chat_template_reach_the_prompt(cli: Run, tokenizer: Tokenizer) -> None:

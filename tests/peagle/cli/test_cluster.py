@@ -4,10 +4,8 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,29 +92,6 @@ def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path
         replace(settings, api_key_file=keys).run()
     with pytest.raises(InputError, match="cannot be written"):
         replace(settings, write_config=str(tmp_path / "none" / "fleet.json")).run()
-
-
-def test_while_a_fleet_starts_it_says_how_long_it_has_taken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Replicas take minutes to load; from the first news on there are no such lines."""
-    said: list[str] = []
-
-    def run(*known: Any) -> None:
-        *_, note, _ = known
-        while "so far" not in "".join(said):
-            time.sleep(0.01)
-            said.append(capsys.readouterr().err)
-        note("ready: here")
-        capsys.readouterr()
-        time.sleep(0.05)
-
-    monkeypatch.setitem(sys.modules, "peagle.cluster.start", SimpleNamespace(run=run))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("peagle.cli.display.LINE_SECONDS", 0.01)
-    assert build_command(Cluster, {"decode": 2}).run() == 0
-    assert "starting 2 replicas, each of which loads the pair and compiles: 0 s so far" in "".join(said)
-    assert capsys.readouterr().err == ""
 
 
 def test_without_fastapi_one_line_says_what_to_install() -> None:

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
 from rich.text import Text
 
 from peagle.cli import display
 from peagle.cli.display import PART, Display, Stage
-from peagle.cli.output import wrapped
 from peagle.engine.request import Request
 from tests.support.channels import PROMPT, HarmonyTokenizer, ids, split
 
@@ -71,14 +69,6 @@ def test_without_a_terminal_lines_say_how_far_it_is_while_it_lasts(
 
 
 @pytest.mark.usefixtures("quickly")
-def test_quietly_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display(quiet=True).stage("decoding") as progress:
-        progress(1, 2)
-        time.sleep(0.05)
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("quickly")
 def test_no_line_falls_into_a_text_that_streams(capsys: pytest.CaptureFixture[str]) -> None:
     """Standard output and standard error may go to one file."""
     shows = Display(text=True, streaming=True)
@@ -127,18 +117,6 @@ def test_what_came_before_the_first_report_says_nothing_about_the_time_left(monk
         stage(done, 600)
         shown.append(stage.progress)
     assert shown == ["501 of 600 steps", "503 of 600 steps, about 1 min 37 s left"]
-
-
-def test_the_time_left_runs_down_while_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part may take a minute; a number that stands still says that the command does, too."""
-    now = 0.0
-    monkeypatch.setattr(display.time, "monotonic", lambda: now)
-    stage = Stage("compiling", PART, lambda: None)
-    stage(1, 3, 100.0)
-    shown = []
-    for now in (0.0, 30.0, 99.8):  # noqa: B007  # the clock reads it
-        shown.append(stage.progress)
-    assert shown == ["part 2 of 3, about 1 min 40 s left", "part 2 of 3, about 1 min 10 s left", "part 2 of 3"]
 
 
 def test_text_goes_where_standard_output_goes_while_progress_is_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,30 +207,3 @@ def test_accepted_drafts_are_coloured_on_a_terminal_with_colours_alone(
     assert shows.shows_drafts == coloured
     assert len(re.findall(r"\x1b\[38;\S+?m[bc]", written.getvalue())) == 2 * coloured
     assert Text.from_ansi(written.getvalue()).plain == "abc\nd\n"
-
-
-def test_drafts_are_coloured_within_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By token, so that no control token is shown; what the parser holds back has the colour of what completes it."""
-    written, tokens = Screen(), ids(split(ANSWER))
-    with_environment(monkeypatch, written, COLOURS)
-    monkeypatch.setattr(sys, "stderr", Screen())
-    shows = Display(text=True, streaming=True, drafts=True)
-    shows.set_tokenizer(HarmonyTokenizer())
-    request = Request(PROMPT, 100)
-    shows.started(request, None)
-    texts = [HarmonyTokenizer().token_bytes(token).decode() for token in tokens]
-    drafted = "4"
-    shows.emitted(request, tokens, ANSWER, [(text, int(text == drafted)) for text in texts])
-    shows.end(request.index)
-    assert re.search(r"\x1b\[38;\S+?m4", written.getvalue())
-    assert written.getvalue().count("\x1b[38;") == 1
-    assert Text.from_ansi(written.getvalue()).plain == "Hm.\n\nf {}\n\n4�2\n"
-
-
-def test_lines_are_broken_between_words_in_a_terminal_alone() -> None:
-    line = "acceptance   length 3.84 | 17 steps of K = 3 | rate per position 1.00 .94 .88"
-    text = wrapped(line, Console(file=io.StringIO(), width=40, force_terminal=True), 13)
-    assert max(map(len, text.split("\n"))) <= 40
-    assert text.split() == line.split()  # no word is broken
-    assert text.split("\n")[1].startswith(" " * 13)
-    assert wrapped(line, Console(file=io.StringIO(), width=40), 13) == line

@@ -19,7 +19,7 @@ from peagle.ops.kernels import for_weights
 from target.load import weight_bytes
 from tests.support.checkpoints import GONE, copy_changed
 from tests.support.commands import Captured, all_refused, refused
-from tests.support.pairs import STOP, Directories, edit_json
+from tests.support.pairs import Directories, edit_json
 
 Run = Callable[..., Captured]
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -34,17 +34,6 @@ def test_info_tells_what_checkpoints_are_and_whether_they_fit(real: Run, directo
             assert part in out
     assert "They fit" not in real("info", target)[1]
     assert f"{(directories.target / 'model.safetensors').stat().st_size / 1e3:.1f} kB" in real("info", target)[1]
-
-
-@pytest.mark.parametrize(("name", "kind"), [("demo", "P-EAGLE"), ("demo-eagle3", "EAGLE-3"), ("demo-dflash", "DFlash")])
-def test_info_knows_the_demo_models_by_name(real: Run, name: str, kind: str) -> None:
-    code, out, _ = real("info", "demo", name)
-    assert code == 0
-    for part in ("GPT-OSS target", f"{kind} drafter", "They fit"):
-        assert part in out
-    assert f"{kind if name != 'demo' else 'GPT-OSS'}" in real("info", name)[1]
-    if name != "demo":
-        assert "They fit" in real("info", name, "demo")[1]
 
 
 @pytest.mark.parametrize(
@@ -63,13 +52,6 @@ def test_info_refuses_a_drafter_as_loading_does(
     refused(real("speculate", "--target", str(directories.target), "--drafter", drafter, "Hi"), says)
 
 
-def test_info_refuses_a_target_as_loading_does(real: Run, directories: Directories, tmp_path: Path) -> None:
-    target = str(copy_changed(directories.target, tmp_path / "target", {}, {"model.norm.weight": GONE}))
-    says = "tensors are missing: model.norm.weight"
-    refused(real("info", target), says)
-    refused(real("speculate", "-k", "0", "--target", target, "--prompt-ids", "1"), says)
-
-
 def test_a_drafter_that_takes_its_targets_embedding_has_its_width(
     real: Run, directories: Directories, tmp_path: Path
 ) -> None:
@@ -80,54 +62,6 @@ def test_a_drafter_that_takes_its_targets_embedding_has_its_width(
     assert says in err
     assert "They fit" not in out
     refused(real("speculate", "--target", str(directories.target), "--drafter", drafter, "Hi"), says)
-
-
-def test_info_says_how_aux_layers_are_read_and_warns(real: Run, directories: Directories, tmp_path: Path) -> None:
-    """Which, and why, and whether they look like the other kind."""
-    drafter, target = tmp_path / "drafter", str(directories.target)
-    shutil.copytree(directories.drafter, drafter)
-    edit_json(drafter / "config.json", **{KEY: [1, 2, 3]})
-    alone, both = real("info", str(drafter))[1], real("info", target, str(drafter))[1]
-    assert f"outputs 0, 1, 2: config.json's {KEY} [1, 2, 3] are inputs" in alone
-    assert "WARNING" in alone
-    assert "WARNING" not in both  # the target has no layer 3
-    told = real("info", target, str(drafter), "--aux-layer-ids", "0,2,1")[1]
-    assert "outputs 0, 2, 1, given instead of" in told
-    assert "the target's layers 0, 2, 1" in told
-    edit_json(drafter / "config.json", **{KEY: None, "eagle_config": {KEY: [0, 1, 2]}})
-    assert f"outputs 0, 1, 2: config.json's eagle_config.{KEY} [0, 1, 2] are outputs" in real("info", str(drafter))[1]
-
-
-def test_info_says_where_stop_tokens_come_from_and_warns(real: Run, directories: Directories, tmp_path: Path) -> None:
-    """The commands warn, too, even if they are quiet."""
-    target = tmp_path / "target"
-    shutil.copytree(directories.target, target)
-    assert f"{STOP}, by generation_config.json" in real("info", str(target))[1]
-    (target / "generation_config.json").unlink()
-    assert f"{STOP}, by config.json" in real("info", str(target))[1]
-    edit_json(target / "config.json", eos_token_id=None)
-    assert f"{STOP}, by tokenizer_config.json" in real("info", str(target))[1]
-    (target / "tokenizer.json").unlink()
-    assert "WARNING: no stop token" in real("info", str(target))[1]
-    code, _, err = real("speculate", "-k", "0", "--target", str(target), "--prompt-ids", "5,6", "-n", "2", "-q")
-    assert (code, err.count("\n")) == (0, 1)
-    assert err.startswith("peagle: warning: ")
-    assert "no stop token" in err
-
-
-def test_info_says_what_auto_drafts(real: Run, directories: Directories, tmp_path: Path) -> None:
-    drafter = tmp_path / "drafter"
-    shutil.copytree(directories.drafter, drafter)
-
-    def line() -> str:
-        said = next(line for line in real("info", str(drafter))[1].splitlines() if "drafts by auto" in line)
-        return said.split("auto")[1].strip()
-
-    assert line() == "7 at most per step; there is no speculation.json"
-    (drafter / "speculation.json").write_text('{"num_speculative_tokens": 5}')
-    assert line() == "5 at most per step; by speculation.json"
-    (drafter / "speculation.json").write_text('{"num_speculative_tokens": "5"}')
-    refused(real("info", str(drafter)), "speculation.json has num_speculative_tokens '5'; expected")
 
 
 def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -> None:

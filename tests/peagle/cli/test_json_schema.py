@@ -87,15 +87,6 @@ def test_one_token_has_no_speed_and_no_steps(toy: Pair, config: RunConfig) -> No
     assert value["summary"]["speedup"] is None
 
 
-def test_an_adaptive_run_tells_what_it_went_by(toy: Pair, config: RunConfig) -> None:
-    config = dataclasses.replace(config, engine=EngineConfig("auto"))
-    done = run(dataclasses.replace(toy, auto_drafts=K), [from_ids([50])], config)
-    assert done.costs is not None
-    value = document(toy, config, done)
-    assert value["config"].keys() == RECORDED["speculation"]["config"].keys()
-    assert value["config"]["costs"] == json.loads(json.dumps(done.costs.to_json()))
-
-
 def test_the_trace_tells_the_output_again(toy: Pair, config: RunConfig) -> None:
     """Replaying the trace of a request gives its output, cut at the budget; lengths are of what is cached."""
     done = run(toy, [from_ids([50, 51]), from_ids([52])], dataclasses.replace(config, engine=EngineConfig(K, slots=2)))

@@ -1,7 +1,5 @@
 """Models whose outputs are not finite: noticed at the first token that would follow from them, and said in a line."""
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,17 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import peagle.cli.processes
 from peagle.base.errors import InputError
-from peagle.cli import main
 from peagle.config import SamplingParams
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
-from tests.support.commands import refused, run
-from tests.support.pairs import toy_pair
 from tests.support.toys import FixedLogits, MarkovTarget, Scripted, decode
 
 VOCAB_SIZE, BAD, BUDGET = 12, 7, 10
@@ -140,35 +134,3 @@ def test_a_drafters_outputs_are_looked_at_as_well(sampling: SamplingParams) -> N
     tokens, error = until_refused(speculation, request(2, sampling=sampling))
     assert tokens == [3]
     assert error.startswith("the drafter's logits for token 1 of the answer to prompt 0 are not finite; expected")
-
-
-@pytest.mark.parametrize("k", ["0", "3"])
-def test_the_command_says_so_in_a_line(
-    k: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pair = toy_pair(None)
-    broken = dataclasses.replace(pair.target, table=pair.target.table.at[60:].set(jnp.nan))  # type: ignore[attr-defined, type-var]
-    pair = dataclasses.replace(pair, target=broken, plain_target=broken)
-    monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
-    drafter = ["--drafter", "ngram"] if k != "0" else ["--logprobs", "1"]
-    arguments = ["speculate", "-k", k, "--target", "toy", *drafter, "--prompt-ids", "70", "-n", "8", "--json", "-"]
-    refused(run(capsys, *arguments), "error: the target's logits for token 0 of the answer to --prompt-ids are not")
-
-
-def test_log_probabilities_of_what_cannot_be_are_null(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A token that the target never gives is among the two likeliest: minus infinity is no JSON."""
-    pair = toy_pair(None)
-    table = jnp.full_like(pair.target.table, -jnp.inf).at[:, 70].set(1.0)  # type: ignore[attr-defined]
-    certain = dataclasses.replace(pair.target, table=table)  # type: ignore[type-var]
-    pair = dataclasses.replace(pair, target=certain, plain_target=certain)
-    monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
-    arguments = ["speculate", "-k", "0", "--target", "toy", "--prompt-ids", "70", "-n", "2", "--logprobs", "2"]
-    assert main([*arguments, "--json", "-"]) == 0
-
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
-
-    (request,) = json.loads(capsys.readouterr().out, parse_constant=refuse)["requests"]
-    assert [[entry[1] for entry in token["top"]] for token in request["logprobs"]] == [[0.0, None]] * 2

@@ -26,7 +26,6 @@ from peagle.measure.bench import (
     BenchOptions,
     Case,
     Measurement,
-    Progress,
     Stage,
     bench,
     time_steps,
@@ -212,21 +211,6 @@ def test_prompts_of_both_sequences_are_in_the_caches_however_they_are_cut(tiny: 
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_interruption_leaves_what_there_is(tiny: Pair) -> None:
-    def stop_at(*last: object) -> Progress:
-        def progress(*call: object) -> None:
-            if call[:2] == last:
-                raise KeyboardInterrupt
-
-        return progress
-
-    done = bench(tiny, OPTIONS, stop_at("measuring", 4 + 2))  # a round, and two of the next
-    assert done.interrupted
-    assert sorted(len(measured.seconds) for measured in done.measurements) == [1, 1, 2, 2]
-    assert len(bench(tiny, OPTIONS, stop_at("measuring", 2)).measurements) == 2
-    assert bench(tiny, OPTIONS, stop_at("compiling", 2)).measurements == ()
-
-
 # (prompts, new tokens, widths, context, slots, steps of a dispatch), the positions that it takes, a pattern of the line
 POSITIONS: list[tuple[tuple[Any, ...], int, str]] = [
     (((16,), (5,), (1, 6), 10, (), 1), 16, r"pp 16 takes 16 positions; expected at most 15, the target.s: lower -p$"),
@@ -294,31 +278,6 @@ def test_json_has_every_key(run: Run) -> None:
     assert value["tests"][2]["v"] == 1
 
 
-def test_the_table_is_on_standard_output(run: Run) -> None:
-    code, out, err = run(*ARGUMENTS)
-    assert (code, err) == (0, "")
-    assert "\x1b" not in out
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "test tok/s ms/pass v(T)" in lines
-    for name in ("pp 8 ", "tg 3 @ 6 ", "verify 1 @ 6 - ", "verify 2 @ 6 - "):
-        assert any(line.startswith(name) for line in lines)
-
-
-def test_slots_and_drafts_have_rows_of_their_own(run: Run, tmp_path: Path) -> None:
-    typed = ("-p", "0", "-t", "1", "--slots", "1,3", "-k", "2", "--drafter", "ngram", "--json", str(tmp_path / "out"))
-    code, out, _ = run(*ARGUMENTS, *typed)
-    assert code == 0
-    names = ("tg 3 @ 6, 1 slot ", "tg 3 @ 6, 1 slot, K = 2 ", "tg 3 @ 6, 3 slots ", "tg 3 @ 6, 3 slots, K = 2 ")
-    assert all(name in out for name in (*names, "verify 1 @ 6 ", "c(K)"))
-    value = json.loads((tmp_path / "out").read_text())
-    assert (value["config"]["slots"], value["config"]["drafts"], value["config"]["drafter"]) == ([1, 3], [2], "ngram")
-    assert [(test["slots"], test["num_speculative_tokens"]) for test in value["tests"]] == [
-        (1, 0), (1, 2), (3, 0), (3, 2), (1, 0)
-    ]  # fmt: skip
-    assert [test["cost"] is not None for test in value["tests"]] == [False, True, False, True, False]
-    assert [test["tok_per_s"] is not None for test in value["tests"]] == [True, False, True, False, False]
-
-
 def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from peagle.cli.display import Display
 
@@ -370,7 +329,3 @@ def test_bad_input_is_refused_in_one_line_before_weights_are_read(
     result = run(*ARGUMENTS, *options.split())
     refused(result)
     assert re.search(line, result[2]), result[2]
-
-
-def test_a_directory_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    refused(commands.run(capsys, "bench", str(tmp_path / "absent")), "absent does not exist")

@@ -10,10 +10,7 @@ from peagle.answers.result import Assembler, Counters, Result, loop_grams
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.metrics import (
-    figure_text,
     first_difference,
-    median_speedup,
-    pooled_counters,
     pooled_loop_share,
     pooled_tok_per_s,
     speculative_decoding_block,
@@ -21,7 +18,6 @@ from peagle.measure.metrics import (
 )
 from peagle.workflows.run import Outcome, Run
 from peagle.workflows.run_report import summary_lines
-from tests.support.pairs import ByteTokenizer
 
 REQUEST = Request((7, 8), max_new_tokens=100)
 
@@ -78,19 +74,6 @@ def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     ]
     rates = "length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - -"
     assert line.endswith(f"{rates} | 7 drafted, 7 verified, 3 accepted")
-
-
-def test_the_summary_shows_the_rates_of_the_first_positions_and_counts_the_others() -> None:
-    """All of them are in --json; up to 16, the drafts of the widest public blocks, a line has room for all."""
-    for k, end in ((16, " 0.00 0.00"), (128, " 0.00, and of 112 more in --json")):
-        whole = Result(REQUEST, k, (1, 2), None, "length", 0.0, 1.0, 2.0, (step(1, k), step(2, k)))
-        run = Run([Outcome(whole, None)], 256, engine=ResolvedConfig(k))
-        (line,) = [text for text in summary_lines(run, None) if "per position" in text]
-        _, _, rates = line.partition("rate per position ")
-        assert rates.startswith("1.00 0.50 0.00 ")
-        assert rates.endswith(end)
-        assert len(rates.partition(",")[0].split()) == 16
-        assert len(whole.counters.acceptance_rate_per_position) == k
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))
@@ -223,10 +206,6 @@ def test_loop_share_by_hand() -> None:
     assert pooled_loop_share([]) is None
 
 
-def test_missing_figure_is_shown_as_a_dash() -> None:
-    assert [figure_text(value, ".2f") for value in (None, 0.0, 2.345)] == ["-", "0.00", "2.35"]
-
-
 def test_first_difference() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
@@ -266,21 +245,3 @@ def test_a_summary_of_nothing_holds_no_nan() -> None:
     summary = summarize([], [], 0.0, None)
     assert all(value is None or not math.isnan(value) for value in summary.values() if isinstance(value, float))
     assert (summary["acceptance_length"], summary["tok_per_s"], summary["speedup"]) == (None, None, None)
-
-
-def test_plain_decoding_has_no_acceptance() -> None:
-    plain = result([1, 2, 3], k=0, accepted=(0, 0))
-    assert plain.acceptance_length is None
-    assert plain.num_truncated == 0
-    assert pooled_counters([plain]) is None
-    assert median_speedup([]) is None
-
-
-def test_text_leaves_out_the_stop_token_and_flushes_at_the_end() -> None:
-    assembler = Assembler(REQUEST, 3, ByteTokenizer(), 0.0)
-    assert assembler.add(TokenChunk(REQUEST, (97,), 1.0)).text == "a"
-    assert assembler.add(TokenChunk(REQUEST, (98, 0xC3), 2.0, (step(1),))).text == "b"
-    assert assembler.add(TokenChunk(REQUEST, (26,), 3.0, (step(3),), "stop")).text == "�"
-    whole = assembler.result()
-    assert (whole.text, whole.output_ids, whole.finish_reason) == ("ab�", (97, 98, 0xC3, 26), "stop")
-    assert assembler.close() == ""

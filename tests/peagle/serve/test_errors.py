@@ -195,12 +195,6 @@ def test_more_items_than_may_be_are_refused_by_their_number(
     assert part in error_of(client.post(path, json=body))["message"]
 
 
-def test_of_several_prompts_the_first_that_is_too_long_is_refused(client: TestClient) -> None:
-    """Without a look at the others, which may be many."""
-    error = error_of(client.post(COMPLETIONS, json={"prompt": ["a", "x y " * 300, LONG]}))
-    assert "prompt 2 has 1200 tokens" in error["message"]
-
-
 OF_TOKENIZERS: dict[str, Any] = {"/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
 HOSTILE: list[Any] = [
     *(0, 1, -1, 2**63, -(10**40), -0.0, 1e308, True, "", "1", "\0", "{{ 7 * 7 }}", "🎉" * 50),
@@ -392,23 +386,6 @@ def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
     assert client.get("/v1/models", headers={"Origin": "http://testserver"}).status_code == 200
     proxied = {"Origin": "https://public.example", "Sec-Fetch-Site": "same-origin"}
     assert client.get("/v1/models", headers=proxied).status_code == 200
-
-
-@pytest.mark.parametrize("origins", [(), ("https://chat.example",)])
-def test_a_site_that_is_refused_leaves_one_line_in_the_log(
-    make: Any, origins: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    client = client_of(make(origins=origins, log=RequestLog(logging.getLogger("sites"))))
-    access = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
-    with caplog.at_level(logging.INFO, "sites"):
-        for _ in range(2):
-            assert client.options(COMPLETIONS, headers=access).status_code == 400
-            assert client.post(COMPLETIONS, headers={"Origin": "https://other.example"}).status_code == 403
-        client.options(COMPLETIONS, headers={**access, "Origin": "https://third.example"})
-    assert [json.loads(message)["note"] for message in caplog.messages] == [
-        f"a page of 'https://{site}.example' was refused; --allow-origin lets the pages of a site in"
-        for site in ("other", "third")
-    ]
 
 
 def test_pages_of_sites_that_are_allowed_may_use_it(make: Any) -> None:

@@ -1,7 +1,6 @@
 """Prompt files in the common layouts; errors name the row."""
 
 import gzip
-import hashlib
 import json
 import os
 import shlex
@@ -107,21 +106,6 @@ def lines(path: Path, *rows: Any) -> Path:
 
 
 CODE = 'def f(x):\n    """Doubles."""\n'
-
-
-def test_mt_bench_and_spec_bench_are_turns_with_a_category(tmp_path: Path) -> None:
-    rows = [
-        {"question_id": 81, "category": "writing", "turns": ["Write a poem.", "Shorter."], "reference": []},
-        {"question_id": 82, "category": "math", "turns": ["1 + 1?"]},
-    ]
-    path = lines(tmp_path / "question.jsonl", *rows)
-    prompts = read_prompt_file(path)
-    assert (prompts.name, prompts.layout, prompts.num_rows) == ("question", "prompts", 2)
-    assert prompts.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert [(conversation.turns, conversation.category) for conversation in prompts.conversations] == [
-        (("Write a poem.", "Shorter."), "writing"),
-        (("1 + 1?",), "math"),
-    ]
 
 
 @pytest.mark.parametrize(

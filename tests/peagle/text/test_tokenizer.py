@@ -79,12 +79,6 @@ def test_ids_decode_as_the_library_decodes_them(tokenizer: Tokenizer, library: A
     check()
 
 
-@pytest.mark.parametrize("text", ["naïve 東京 🎉", "def f(x):\n\treturn x  # größer", "\x00\x7f­"])
-def test_text_survives_the_way_there_and_back(tokenizer: Tokenizer, text: str) -> None:
-    ids = tokenizer.encode(text)
-    assert detokenize(tokenizer, ids) == text
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_text_is_too_long_by_its_bytes_alone_only_if_it_is(tokenizer: Tokenizer, chat: bool) -> None:
     def encode(text: str, **most: int) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from peagle.cli import main
@@ -104,9 +103,3 @@ def test_the_command_ends_with_a_verdict(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("peagle.workflows.check.check", lambda: iter([right, wrong]))
     assert main(["check"]) == 1
     assert "Wrong: 1 of 2 checks fail: logits of S." in capsys.readouterr().out
-
-
-def test_without_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "available", lambda: False)
-    assert jax.default_backend() == "cpu"
-    assert list(check_logits("tiny")) == []

@@ -15,12 +15,9 @@ from safetensors.numpy import load_file, save_file
 from drafter.config import DrafterConfig
 from drafter.dialects import open_drafter, parse_config
 from drafter.load import load_drafter, save_drafter
-from drafter.train.folder import LOG
-from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli import main
 from peagle.loading.checkpoints import DEMO_DIRECTORY
-from peagle.workflows.export import card
 from target.load import inspect_target, load_target
 from tests.support.checkpoints import assert_same
 from tests.support.drafters import random_params
@@ -164,22 +161,6 @@ def test_export_warns_of_what_others_cannot_load(
     assert "vLLM: `vllm serve" in text
     assert (f"speculators package, which cannot load them: {says}" in text) == (dialect == "speculators")
     assert (f"refused      by the speculators package: {says}" in messages) == (dialect == "speculators")
-
-
-def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(tmp_path: Path) -> None:
-    recipe = {"rows": 2, "width": 32, "optimizer": "adamw", "loss": "half", "depth": 3, "ratio": 0.8}
-    record = {"steps": 9, "recipe": recipe, "data": {"documents": 5, "tokens": 99}}
-    (tmp_path / RECIPE).write_text(json.dumps(record))
-    counts = {"num_outputs": 3, "num_outputs_without_loops": 3, "num_speculative_tokens": 7}
-    kinds = ("acceptance_length", "acceptance_length_without_loops", "acceptance_length_at_temperature_1")
-    evaluation = counts | dict.fromkeys(kinds)
-    lines = [{"step": 9, "loss": 1.0}, {"step": 9, "evaluation": evaluation}]
-    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = card(DRAFTER, "vllm", None, tmp_path)
-    assert "\n9 steps of 2 rows" in text
-    assert "Acceptance length on 3 held-out prompts, K = 7: - greedily; - at temperature 1.\n" in text
-    (tmp_path / LOG).write_text(json.dumps({"step": 4, "loss": 1.0}))
-    assert "\n4 of 9 steps of 2 rows" in card(DRAFTER, "vllm", None, tmp_path)
 
 
 def test_a_dflash_drafter_is_written_in_its_own_layout(

@@ -174,12 +174,6 @@ def test_an_answer_that_a_template_does_not_write_as_the_target_did_is_left_out(
     assert f"line 1: a recorded answer {why}" in line
 
 
-def test_an_answer_beside_a_prompt_is_held_to_the_same(directory: Path, tmp_path: Path) -> None:
-    documents, (why,) = documents_of(directory, tmp_path, {"prompt": "a", "output": THOUGHT})
-    assert not documents
-    assert "a recorded answer spells" in why
-
-
 def test_an_answer_whose_end_a_template_hides_is_left_out(directory: Path, tmp_path: Path) -> None:
     documents, (why,) = documents_of(directory, tmp_path, {"messages": [user("a"), assistant("b")]}, stops=(0,))
     assert not documents

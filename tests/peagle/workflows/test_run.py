@@ -91,15 +91,6 @@ def test_a_turn_has_the_answers_of_this_run_in_its_prompt(toy: Pair) -> None:
     assert third.result.request.prompt_ids == CHAT.encode(answers, toy.tokenizer, Rendering())
 
 
-def test_requests_in_slots_get_what_each_gets_alone(toy: Pair) -> None:
-    conversations = [from_ids([50]), CHAT, from_text("solo"), from_ids([60, 61])]
-    config = dataclasses.replace(CONFIG, sampling=SamplingParams(1.0, seed=3), baseline=False)
-    alone = run(toy, conversations, config)
-    together = run(toy, conversations, dataclasses.replace(config, engine=EngineConfig(K, slots=3)))
-    assert ids(alone) == ids(together)
-    assert len(set(ids(alone))) == len(ids(alone))
-
-
 def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> None:
     """Three first turns in two slots: the third keeps no slot empty. The answers are those of one slot."""
     conversations = [CHAT, dataclasses.replace(CHAT, turns=("a", "b", "c")), from_ids([50])]
@@ -231,19 +222,6 @@ def test_a_single_request_is_compared_in_further_rounds_while_they_fit(
     assert outcome.median_round.speedup == sorted(one.speedup or 0 for one in rounds)[(count - 1) // 2]
 
 
-def test_further_rounds_end_when_their_time_is_over(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a fake clock, which each look moves on by a second."""
-    only(toy)
-    looks = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: 1.0 * next(looks))
-    one = only(toy).rounds[0]
-    round_s = one.result.total_s + one.baseline.total_s
-    begun = next(looks)
-    outcome = only(toy, dataclasses.replace(CONFIG, compare_s=4 * round_s))
-    assert 1 < len(outcome.rounds) < 5
-    assert next(looks) - begun < 6 * round_s
-
-
 def test_several_requests_have_one_round_each(toy: Pair) -> None:
     done = run(toy, [from_ids([50]), from_ids([51])], dataclasses.replace(CONFIG, compare_s=60.0))
     assert [[one.plain_first for one in outcome.rounds] for outcome in done.outcomes] == [[False], [True]]
@@ -312,27 +290,6 @@ def test_tokens_of_a_dispatch_are_observed_at_once(tokenizer: Tokenizer) -> None
 # Interrupted runs
 
 
-@pytest.mark.parametrize("after", [1, 2, 5])
-def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
-    pieces = itertools.count(1)
-
-    def interrupt_once(_: Request) -> None:
-        if next(pieces) == after:
-            raise KeyboardInterrupt
-
-    whole, watcher = only(toy).result, Watcher(interrupt_once)
-    cut = run(toy, [from_ids([50]), from_ids([51])], CONFIG, watcher.observer)
-    assert cut.interrupted
-    if after >= 1 + len(whole.steps):
-        assert [outcome.result.finish_reason for outcome in cut.outcomes] == ["length", None]
-        return
-    (outcome,) = cut.outcomes  # the request that was not begun is not there
-    assert outcome.result.finish_reason is None
-    assert 0 < len(outcome.result.output_ids) < NEW
-    assert whole.output_ids[: len(outcome.result.output_ids)] == outcome.result.output_ids
-    assert watcher.text[0] == outcome.result.text
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) -> None:
     """Dispatches in flight are dropped, and the engines stay intact: the same run then finishes."""
@@ -368,43 +325,12 @@ def test_a_budget_beyond_the_positions_is_cut(toy: Pair) -> None:
     assert len(only(toy, with_engine(context=10), [50] * 7).result.output_ids) == 3
 
 
-def test_a_stop_token_ends_it_and_is_no_text(toy: Pair) -> None:
-    free = only(toy).result
-    stop = free.output_ids[5]
-    stopping = dataclasses.replace(toy, stop_token_ids=(stop,))
-    result = only(stopping).result
-    assert result.output_ids == free.output_ids[: free.output_ids.index(stop) + 1]
-    assert result.finish_reason == "stop"
-    assert result.text
-    assert (free.text or "").startswith(result.text)
-    ignoring = dataclasses.replace(CONFIG, answer=dataclasses.replace(ANSWER, ignore_eos=True))
-    assert only(stopping, ignoring).result.output_ids == free.output_ids
-
-
 def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
     result = only(toy_pair(None)).result
     assert result.text is None
     assert STOP not in result.output_ids
     with pytest.raises(InputError, match="--prompt-ids"):
         run(toy_pair(None), [from_text("Hi")], CONFIG)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "config", "says"),
-    [
-        ([VOCAB_SIZE], CONFIG, f"0..{VOCAB_SIZE - 1}"),
-        ([-1], CONFIG, "-1"),
-        ([5] * MAX_POSITIONS, CONFIG, f"{MAX_POSITIONS} positions"),
-        ([5] * 10, with_engine(context=10), "10 positions"),
-        ([5], with_engine(context=MAX_POSITIONS + 1), f"2..{MAX_POSITIONS}"),
-    ],
-)
-def test_impossible_run_is_refused_before_any_work(toy: Pair, prompt: list[int], config: RunConfig, says: str) -> None:
-    watcher = Watcher()
-    with pytest.raises(InputError) as caught:
-        run(toy, [from_ids([50]), from_ids(prompt)], config, watcher.observer)
-    assert says in str(caught.value)
-    assert watcher.order == []
 
 
 # Log-probabilities
@@ -421,9 +347,3 @@ def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
         assert token.logprob == pytest.approx(logprobs[before, token.token_id], abs=1e-4)
         assert [i for i, _ in token.best] == np.argsort(-logprobs[before])[:4].tolist()
     assert output_logprobs(toy.target, [3, 50], outputs[:1], 0, MAX_POSITIONS)[0].best == ()
-
-
-def test_logprobs_of_a_greedy_run_name_the_emitted_token_first(toy: Pair) -> None:
-    outcome = only(toy, RunConfig(answer=dataclasses.replace(ANSWER, logprobs=2), engine=EngineConfig(0)))
-    assert outcome.baseline is None
-    assert [token.best[0][0] for token in outcome.result.logprobs] == list(outcome.result.output_ids)

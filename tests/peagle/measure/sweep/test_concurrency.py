@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from peagle.cli import main
-from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import busy_s
-from peagle.measure.sweep.compare import LENGTH, differences
 from peagle.measure.sweep.figures import concurrent, rows
 from peagle.measure.sweep.plan import PLAIN
 from peagle.measure.sweep.store import RAW, Folder, open_run
@@ -145,29 +141,6 @@ def test_spans_that_overlap_count_once() -> None:
 
 
 # --- pages ---
-
-
-def test_the_page_has_a_table_a_picture_and_the_fastest_of_each_load(finished: Folder) -> None:
-    text = (finished.path / "README.md").read_text()
-    table = text.split(": many requests at once\n")[1]
-    lines = [line.strip("| ").split(" | ")[:2] for line in table.partition("\n#")[0].splitlines() if line[:1] == "|"]
-    assert lines[2:] == [[str(slots), str(k)] for slots, k in itertools.product(SLOTS, KS)]
-    assert re.findall(r"- \*\*(\d) at once: .*K = [13]", text.partition("\n## ")[0]) == ["1", "3"]
-    (picture,) = finished.path.glob("*_concurrency.svg")
-    assert f"]({picture.name})" in text
-    drawn = picture.read_text()
-    assert all(name in drawn for name in ("plain decoding", "K = 1", "K = 3", "requests at once"))
-
-
-def test_a_run_with_it_is_compared_with_one_without(once: Path, finished: Folder, tmp_path: Path) -> None:
-    without = open_run(once)
-    assert without.record["by_concurrency"] == []
-    assert ": many requests at once" not in (without.path / "README.md").read_text()
-    for runs in ((without, finished), (finished, without)):
-        compared = differences(*runs)
-        assert [difference.label for difference in compared] == ["1", "3"]
-        assert all(difference.changes[LENGTH].ratio == Estimate(1.0, 1.0, 1.0) for difference in compared)
-    assert main(["report", str(once), str(finished.path), "--out", str(tmp_path / "both"), "--quiet"]) == 0
 
 
 # --- cut off, and failed ---

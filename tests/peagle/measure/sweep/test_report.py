@@ -8,29 +8,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from peagle.answers.result import Counters
-from peagle.base.errors import InputError
-from peagle.cli import main
-from peagle.cli.report import show_table
 from peagle.measure import charts
 from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import total
-from peagle.measure.reports import Table
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import LENGTH, SPEEDUP, differences
 from peagle.measure.sweep.figures import VariantRow, rows, rows_by_prompt
 from peagle.measure.sweep.plan import Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
-from tests.peagle.measure.sweep.runs import Lab, example_row, lines_of, with_lines, with_plan
-from tests.support.commands import words
+from tests.peagle.measure.sweep.runs import Lab, lines_of, with_lines, with_plan
 from tests.support.terminal import ROOT
 
 pytestmark = pytest.mark.compile
@@ -87,27 +80,6 @@ def test_a_headline_says_what_was_measured(finished: Folder, by_k: dict[int, Cha
     assert sentence.startswith(expected)
 
 
-def failed(k: int, drafter: str | None) -> Changes:
-    return {"prompts": "prompts", "raw": True, "temperature": 0.0, "k": k, "drafter": drafter, "error": "out of memory"}
-
-
-@pytest.mark.parametrize(
-    ("keep", "errors", "expected"),
-    [
-        (lambda line: line["k"] > 0, [failed(0, None)], "out of memory"),
-        (lambda line: line["k"] > 0, [], "no request has all its repeats with plain decoding and with a K"),
-        (lambda line: line["k"] == 0, [failed(3, "demo")], "out of memory"),
-        (lambda line: line["repeat"] == 0, [], "no request has all its repeats"),
-    ],
-)
-def test_a_run_without_a_speed_up_says_why(
-    finished: Folder, keep: Callable[[Changes], bool], errors: list[Changes], expected: str
-) -> None:
-    part = with_lines(finished, [*filter(keep, lines_of(finished)), *errors])
-    (sentence,) = page.headlines(part, rows(part))
-    assert sentence.startswith(f"no speed-up is known: {expected}")
-
-
 def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(lab: Lab, finished: Folder) -> None:
     whole = page_of(finished.path)
     (finished.path / "README.md").unlink()
@@ -120,43 +92,6 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(lab: Lab, fin
     assert [row.num_requests for row in rows(finished)] == [8, 5, 5]
     (finished.path / RAW).write_text("")
     assert "resume the run first" in lab.run(2, "report", finished.path)
-
-
-def test_the_terminal_shows_all_variants_and_the_result(finished: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(finished.path)]) == 0
-    shown, figures = capsys.readouterr().out, rows(finished)
-    labels = [line.split()[0] for line in shown.splitlines() if line.strip()]
-    assert all(row.label in labels for row in figures)
-    assert f"\n{page.headlines(finished, figures)[0]}.\n" in shown
-    assert "README.md" in shown
-
-
-@pytest.mark.parametrize("columns", [20, 80])
-def test_no_figure_of_a_table_is_cut_in_a_terminal(columns: int) -> None:
-    """Figures with their intervals stay on the line of their K; names and the last column break between words."""
-    cells = [(f"{k}, one/drafter", "1.25 (1.03..1.49)", "4.98 (4.75..5.17)", ".97 .95 .93 .86") for k in (1, "auto")]
-    console = Console(file=StringIO(), width=columns, force_terminal=True, no_color=True)
-    header = ("K", "speed-up", "acceptance length", "accepted")
-    show_table(Table(header, cells), console)
-    assert isinstance(console.file, StringIO)
-    lines = [" ".join(line.split()) for line in re.sub(r"\x1b\[\d*m", "", console.file.getvalue()).splitlines()]
-    assert sum("1.25 (1.03..1.49) 4.98 (4.75..5.17)" in line for line in lines) == 2
-    header_and_cells = [word for row in (header, *cells) for cell in row for word in cell.split()]
-    assert sorted(" ".join(lines).replace("─", "").split()) == sorted(header_and_cells)
-
-
-@pytest.mark.parametrize("looping", [0.0, 0.5])
-def test_a_column_stands_where_it_says_something(finished: Folder, looping: float) -> None:
-    row = example_row(
-        workload=finished.plan.workloads[0],
-        acceptance_length=Estimate(3.0),
-        length_without_loops=Estimate(2.0),
-        looping_frac=looping,
-        num_differing=4 if looping else 0,
-    )
-    (_, table), *_ = page.tables(finished, [row])
-    extra = {"without loops": "2.00", "outputs that differ": "4 of 16"} if looping else {}
-    assert dict(zip(table.header, table.rows[0], strict=True)) == {"K": "0", "acceptance length": "3.00", **extra}
 
 
 def test_a_small_set_has_a_line_per_prompt_and_several_sets_a_line_per_set(finished: Folder) -> None:
@@ -179,19 +114,6 @@ def test_a_small_set_has_a_line_per_prompt_and_several_sets_a_line_per_set(finis
 
 
 # --- pictures ---
-
-
-def test_auto_stands_apart_and_what_was_not_measured_is_not_drawn() -> None:
-    fixed = [example_row(variant=Variant(k), speedup=Estimate(1.0 + k)) for k in (1, 3)]
-    auto = [example_row(variant=Variant("auto"), speedup=Estimate(2.0, 1.0, 3.0))]
-    drawn, alone = (page._draw_speedup({"": rows}) or "" for rows in ([*fixed, *auto], fixed))
-    assert (">auto<" in drawn, ">auto<" in alone) == (True, False)
-    lines = [len(re.findall(r'id="line2d_', text)) for text in (drawn, alone)]
-    assert lines[0] > lines[1], "auto has points of its own, without a line to K = 3"
-    assert ["LineCollection" in text for text in (drawn, alone)] == [True, False], "an interval if there is one"
-    assert page._draw_speedup({"": [example_row()]}) is None
-    several = page._draw_speedup({f"{'long' * 30}{place}": fixed for place in range(9)}) or ""
-    assert several.count("…") == 9, "a legend with a line for each"
 
 
 def test_without_matplotlib_there_is_the_page_without_pictures(lab: Lab, finished: Folder) -> None:
@@ -231,20 +153,6 @@ def test_pictures_are_the_same_whatever_backend_and_style_the_environment_names(
     assert "日本語" in drawings[0].stdout.decode()
     assert [drawing.stdout for drawing in drawings] == [drawings[0].stdout] * 2
     assert [drawing.stderr for drawing in drawings] == [b""] * 2
-
-
-def test_figures_are_shown_though_the_page_cannot_be_written(
-    lab: Lab, finished: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: object) -> None:
-        raise InputError("no room")
-
-    lab.monkeypatch.setattr("peagle.measure.reports.write", full)
-    assert main(words("report", finished.path)) == 2
-    shown = capsys.readouterr()
-    assert "speed-up" in shown.out
-    assert "README.md" not in shown.out
-    assert "no room" in shown.err
 
 
 # --- two runs ---
@@ -322,20 +230,6 @@ def test_rounds_of_equal_runs_on_a_busy_machine_are_seldom_called_different(runs
         )
         real += sum(speedup == "yes" for speedup, _ in verdicts(first, second).values())
     assert real <= 4, "of 40, at 5 %"
-
-
-def test_the_rule_stands_where_the_verdict_is(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = rewrite(runs[0], lambda _: None), rewrite(runs[1], slower)
-    assert main(words("report", first.path, second.path)) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    rule = "95 % interval of two / one, over the same prompts, excludes 1; that of a speed-up also covers the spread"
-    assert rule in shown
-    assert re.search(r"speed-up 3 8 2\.\d\d 1\.\d\d 0\.95 \(0\.\d\d\.\.0\.9\d\) yes", shown)
-    assert main(words("report", first.path, second.path, "--out", tmp_path / "both")) == 0
-    text = page_of(tmp_path / "both")
-    assert rule in text
-    assert text.count("| yes |") == 1
-    assert re.search(r"\]\(\w+_speedup\.svg\)", text)
 
 
 def test_runs_that_cannot_be_compared_are_refused_in_a_line(lab: Lab, runs: Runs) -> None:

@@ -3,10 +3,7 @@
 import dataclasses
 import itertools
 import json
-import os
 import re
-import runpy
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,16 +26,12 @@ from peagle.pair import Pair
 from tests.peagle.measure.sweep.runs import (
     SMALL,
     SWEPT,
-    TEXTS,
     Lab,
     lines_of,
-    load_in_place,
     prompt_file,
-    shared_pair,
 )
 from tests.support.commands import words
 from tests.support.pairs import press_ctrl_c_at
-from tests.support.toys import costs
 
 pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("quickly")]
 
@@ -93,15 +86,6 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
         assert row["speedup"]["low"] is None, "two rounds have no spread"
     assert figures[0]["speedup"]["value"] == 1
     assert figures == json.loads(json.dumps([row.to_json() for row in rows(finished)]))
-
-
-def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
-    assert [bytes(request.prompt_ids).decode() for request in requests_of(finished)] == list(TEXTS[:8])
-    page = (finished.path / "README.md").read_text()
-    assert "| 3 |" in page
-    pictures = re.findall(r"\((\w+\.svg)\)", page)
-    assert len(pictures) == 2
-    assert all((finished.path / name).read_text().startswith("<?xml") for name in pictures)
 
 
 def test_drafters_vocabularies_and_workloads_stand_side_by_side(lab: Lab) -> None:
@@ -358,37 +342,6 @@ def test_conversations_that_need_a_template_are_left_out_of_raw(lab: Lab) -> Non
     assert not (lab.root / "raw").exists()
 
 
-def test_no_text_costs_a_sweep_its_report(lab: Lab) -> None:
-    """File names that are not UTF-8, odd categories, malformed rows; also in the files of a run."""
-    prompts, out = (Path(os.fsdecode(os.fsencode(lab.root) + name)) for name in (b"/caf\xe9 $x^{.jsonl", b"/run\xe9"))
-    odd = [{"prompt": text, "category": f"$a_{{\n|\x00{n % 2}"} for n, text in enumerate(TEXTS[:3])]
-    prompt_file(lab.root, *odd, {"prompt": "a", "category": "\ud800"}, {"prompt": ""}).rename(prompts)
-    command: list[Any] = ["sweep", SMALL, "--prompt-file", prompts, "--out", out]
-    assert "2 rows without a usable prompt, the first: " in lab.run(0, *command)
-    folder = open_run(out)
-    assert (folder.plan.sources[0].num_rows, folder.plan.sources[0].num_skipped) == (5, 2)
-    page = (out / "README.md").read_text(encoding="utf-8")
-    for part in ("usable prompt: 2", "caf\\udce9 $x^{, raw, greedy"):
-        assert part in page
-    record = json.loads((out / RUN).read_text())
-    record["plan"]["sources"][0]["name"] = "caf\udce9 $x^{"
-    (out / RUN).write_text(json.dumps(record))
-    for name in (RAW, PROMPTS):
-        (out / name).write_text((out / name).read_text().replace("caf\\\\udce9", "caf\\udce9"))
-    lab.run(0, "report", out)
-    assert "caf\\udce9 $x^{, raw, greedy" in (out / "README.md").read_text(encoding="utf-8")
-
-
-def test_auto_that_never_drafted_is_told(lab: Lab) -> None:
-    load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), auto_drafts=1))
-    lab.monkeypatch.setattr("peagle.engine.auto.measure.measure_costs", lambda *_: costs(7, {1: False}))
-    idle, alone, together = lab.sweep("-k auto --concurrency 2 --quiet --seed 3").splitlines()
-    assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"
-    why = "K = auto verified no draft, since by measured times none was likely enough to save time"
-    assert alone.startswith(f"peagle: warning: prompts, raw, greedy: {why}")
-    assert together.startswith(f"peagle: warning: prompts, raw, greedy, 2 at once: {why}")
-
-
 def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
     plain, *_, last = rows(finished)
     ahead = dataclasses.replace(last, variant=Variant("auto", "demo"), speedup=Estimate(9.0, 8.0, 10.0))
@@ -400,12 +353,3 @@ def test_files_and_drafters_of_the_same_name_are_told_apart() -> None:
     assert short_names(["a/question", "b/question"]) == ["a/question", "b/question"]
     assert short_names(["runs/a/drafter", "runs/b/drafter", "ngram"]) == ["a/drafter", "b/drafter", "ngram"]
     assert short_names(["x"]) == ["x"]
-
-
-def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    script = Path(__file__).parents[4] / "scripts" / "sweep_acceptance.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "--out", "x", "-k", "0"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 2
-    assert "at least one K of 1 to 128" in capsys.readouterr().err

@@ -1,13 +1,11 @@
 """What a training says about itself: when its time is over, how it goes, and what to try next."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from peagle.cli.training import describe_log_line
 from peagle.workflows.training import planned_steps
 from peagle.workflows.training_advice import memorised_data, no_gain, weak_drafter
 
@@ -94,24 +92,9 @@ def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
     assert warning is None if says is None else says in (warning or "")
 
 
-def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
-    """All answers had one token: no step drafted."""
-    kinds = ("acceptance_length", "acceptance_length_without_loops", "acceptance_length_at_temperature_1")
-    line = {"step": 4, "evaluation": {**dict.fromkeys(kinds), "num_outputs": 3, "step": 4}}
-    says = "step 4: acceptance length - greedily, - without loops, - at temperature 1, of 3 held-out prompts"
-    assert describe_log_line(line) == says
-
-
 def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
     for log in ([logged(1, 0.5)], [logged(1, 0.5), held_out(1, 0.4)]):
         assert curves(log, tmp_path) == str(tmp_path / "curve.svg")
-
-
-def test_every_depth_of_a_curve_has_its_colour(tmp_path: Path, curves: Callable[..., str]) -> None:
-    depths = 9
-    log = [{"step": step, "loss": 3.0 - step, "hits_by_depth": [0.1 * step] * depths} for step in (1, 2)]
-    drawn = Path(curves(log, tmp_path)).read_text(encoding="utf-8")
-    assert len(set(re.findall(r"fill: none; stroke: (#\w{6}); stroke-width: 1.5", drawn))) == depths
 
 
 def test_held_out_losses_take_their_part_of_the_minutes() -> None:

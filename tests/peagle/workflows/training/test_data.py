@@ -1,7 +1,6 @@
 """`peagle data`: the target's own answers, which continue where they were cut off."""
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -15,12 +14,10 @@ import numpy as np
 import pytest
 
 import peagle.workflows.answers
-from drafter.train.shards import Document, read_part, read_shard, read_shards, shard_path
-from peagle.config import SamplingParams
+from drafter.train.shards import Document, read_part, read_shards
 from peagle.pair import Pair
-from peagle.text.prompts import Rendering, chat_messages, from_ids
+from peagle.text.prompts import chat_messages
 from peagle.text.tokenizer import detokenize, load_tokenizer
-from peagle.workflows.answers import AnswerOptions, answer
 from peagle.workflows.dataset import Unfinished, lengths_in_words, passes, prompts_per_shard, rows_of_pass
 from tests.peagle.workflows.training.conftest import PROMPTS, Lab, write_prompts
 from tests.support.pairs import STOP, TEMPLATE, press_ctrl_c_at
@@ -35,22 +32,6 @@ def test_data_are_the_targets_own_answers(data: Path, pair: Pair) -> None:
         output_ids = pair.generate(ids, num_speculative_tokens=0, max_new_tokens=20).output_ids
         assert document.token_ids.tolist() == [*ids, *output_ids]
         assert document.trained.tolist() == [False] * len(ids) + [True] * len(output_ids)
-
-
-def test_answers_are_counted_when_they_end_not_when_all_have_ended(pair: Pair) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop() -> None:
-        raise Stop
-
-    conversations = [from_ids(ids) for ids in PROMPTS[:2]]
-    options = AnswerOptions(Rendering(), SamplingParams(), max_new_tokens=8, context=64, slots=1)
-    with pytest.raises(Stop):  # before the first answer is there
-        next(answer(pair, conversations, options, 0, pytest.fail, stop))
-    ended: list[bool] = []
-    assert len(list(answer(pair, conversations, options, 0, pytest.fail, lambda: ended.append(True)))) == 2
-    assert len(ended) == 2
 
 
 @pytest.fixture
@@ -217,18 +198,6 @@ def test_answers_that_are_cut_and_turns_without_room_are_counted(lab: Lab) -> No
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_run_that_makes_no_answer_has_no_lengths(lab: Lab) -> None:
-    """The shard that was missing holds a prompt without room."""
-    command = f"data --target {lab.target} --prompt-file {lab.prompts} --context 6 -n 1 --out"
-    lab.run(0, command, lab.out)
-    (empty,) = [number for number in range(5) if not read_shard(shard_path(lab.out, number))]
-    shard_path(lab.out, empty).unlink()
-    said = lab.run(0, command, lab.out)
-    assert "0 documents, 0 tokens" in said
-    assert "lengths" not in said
-
-
-@pytest.mark.usefixtures("small_shards")
 def test_data_go_on_with_the_same_chat_template_alone(lab: Lab, answering: Path) -> None:
     command = f"data --target {answering} --prompt-file {lab.prompts} --context 6 -n 1 --out"
     lab.run(0, command, lab.out)
@@ -312,36 +281,6 @@ def test_rows_of_speculators_are_data(lab: Lab, tmp_path: Path) -> None:
     assert [document.token_ids.tolist() for document in documents] == [row["input_ids"] for row in rows]
     assert [document.trained.astype(int).tolist() for document in documents] == [row["loss_mask"] for row in rows]
     assert [document.conversation for document in documents] == [0, 1, 0]
-
-
-def test_recorded_answers_go_on_after_an_interruption(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, whole = tmp_path / "rows.jsonl", lab.root / "whole"
-    rows = [{"input_ids": [9, 8, token], "loss_mask": [0, 0, 1]} for token in range(10, 15)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = f"data --target {lab.target} --prompt-file {path} --answers recorded --hidden --aux-layer-ids 0,1,2 --out"
-    for where, name, call in ((Unfinished, "add", 2), (peagle.workflows.dataset, "cut_prompt", 1)):
-        with monkeypatch.context() as patch:
-            patch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
-            press_ctrl_c_at(patch, where, name, call)
-            lab.run(130, command, lab.out)
-    assert "; 5 of the documents are of a run before" in lab.run(0, command, lab.out)
-    lab.run(0, command, whole)
-    same_documents(whole, lab.out)
-
-
-def test_the_checksum_of_a_pipe_is_of_what_it_held(lab: Lab) -> None:
-    reading, writing = os.pipe()
-    content = lab.prompts.read_bytes()
-    os.write(writing, content)
-    os.close(writing)
-    try:
-        lab.run(0, f"data --target {lab.target} --prompt-file /dev/fd/{reading} -n 2 --out {lab.out}")
-    finally:
-        os.close(reading)
-    ((_, digest),) = json.loads((lab.out / "manifest.json").read_text())["prompts"]
-    assert digest == hashlib.sha256(content).hexdigest()
 
 
 def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(lab: Lab) -> None:

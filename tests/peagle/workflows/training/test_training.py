@@ -439,22 +439,6 @@ def test_a_command_without_resume_mends_the_recorded_one(lab: Lab, trained: Path
     assert recipe_of(out)["command"]["target"] == record["command"]["target"]
 
 
-def test_a_value_that_is_no_option_is_named_as_such(lab: Lab, trained: Path) -> None:
-    out = Path(shutil.copytree(trained, lab.out))
-    record = recipe_of(out)
-    changed = {**record, "schema": 2, "recipe": {**record["recipe"], "min_ratio": 0.2}}
-    (out / RECIPE).write_text(json.dumps(changed))
-    expect_all(lab.train(code=2), "the schema 2 (now 1)", "the recipe's min ratio 0.2 (now None)")
-
-
-@pytest.mark.usefixtures("no_step")
-def test_a_target_whose_name_is_a_number_is_found_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(lab.root)
-    shutil.copytree(lab.target, "2024")
-    lab.train(target=Path("2024"), code=2)
-    assert json.loads((lab.out / RECIPE).read_text())["command"]["target"] == str(lab.root / "2024")
-
-
 def test_what_does_not_go_on_is_refused(lab: Lab, trained: Path) -> None:
     """Another recipe, fewer steps, a folder of something else, no step yet to write a drafter from."""
     shutil.copytree(trained, lab.out)
@@ -499,19 +483,6 @@ def test_a_training_goes_on_from_any_folder_with_files_that_have_moved(
     assert "was begun with --init of other content" in lab.resume("--data data --init another", code=2, out=run)
 
 
-def test_a_training_from_a_drafter_measures_it(lab: Lab) -> None:
-    """As step 0, by loss and by acceptance length, before the first step; the card names both temperatures."""
-    more = f"--init {lab.drafter} {FROM_DRAFTER} --steps 2 --evaluate {lab.prompts}"
-    messages = lab.train(more)
-    assert messages.index("step 0: held out: loss") < messages.index("step 0: acceptance length")
-    assert messages.index("step 0: acceptance length") < messages.index("step 2 of 2")
-    assert "step 1 of 2" not in messages, "one count, in the lines of progress"
-    assert (steps_of(lab.out, "held_out"), steps_of(lab.out, "evaluation")) == ([0, 2], [0, 2])
-    evaluation = [line["evaluation"] for line in read_log(lab.out / LOG) if "evaluation" in line][-1]
-    assert 1 <= evaluation["acceptance_length_at_temperature_1"] <= 4
-    assert f"; {evaluation['acceptance_length_at_temperature_1']:.2f} at temperature 1." in card_of(lab.out)
-
-
 def test_documents_are_held_out_and_the_best_step_is_the_drafter(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C, too: it goes on with the same documents, and ends with the same bits."""
     monkeypatch.setattr("peagle.workflows.training.LEAST_BETWEEN", 1)
@@ -537,20 +508,6 @@ def test_documents_are_held_out_and_the_best_step_is_the_drafter(lab: Lab, monke
     assert list(read_log(again / LOG))[-1] == log[-1]
     assert same_weights(lab.out, again)
     assert "was begun with --held-out 0.4 (now 0.0)" in lab.train(more, "--held-out 0", code=2)
-
-
-@pytest.mark.parametrize(
-    ("num_prompts", "says"),
-    [
-        (10, "2 of the 20 documents, of which 10 repeat a prompt (all answers to a prompt are held out, or none)"),
-        (1, "none of the 20 documents is held out, because they are turns of too few conversations or answers to too"),
-    ],
-)
-def test_repeated_prompts_are_told(lab: Lab, no_step: str, num_prompts: int, says: str) -> None:
-    rows = np.arange(20)[:, None] % num_prompts + 30 + np.zeros((20, 4), int)
-    rows[:, 2:] += np.arange(20)[:, None] // num_prompts
-    messages = lab.train("--held-out 0.1", data=write_data(lab.root / "own", rows, [False, False, True, True]), code=2)
-    expect_all(messages, no_step, says)
 
 
 def test_the_answers_to_evaluate_are_held_out(lab: Lab, taught: Path, request: pytest.FixtureRequest) -> None:
@@ -610,33 +567,6 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert recipe_of(continues)["steps"] == 4 + 3
 
 
-@pytest.mark.parametrize(
-    ("seconds", "more", "says", "recipe"),
-    [
-        (60.0, "", "muon at rates of 0.008 and 0.003, rising over 2% of the steps", ("muon", 0.008)),
-        (0.05, "", "adamw at a rate of 0.0001, rising over 0.25% of the steps", ("adamw", 1e-4)),
-        (60.0, "--learning-rate 0.01", "over the last 100%: as given", ("adamw", 0.01)),
-    ],
-)
-def test_minutes_choose_the_recipe_by_the_steps_that_fit(
-    lab: Lab,
-    no_step: str,
-    step_s: Callable[[float], None],
-    seconds: float,
-    more: str,
-    says: str,
-    recipe: tuple[str, float],
-) -> None:
-    """Said before the first step. A training that goes on keeps its recipe, however many steps it gets."""
-    step_s(seconds)
-    messages = minutes(lab, 3, more, code=2)
-    places = [messages.index(part) for part in ("recipe: ", says, "training steps 1 to", no_step)]
-    assert places == sorted(places)
-    assert no_step in lab.resume("--steps 9999 --minutes 3", code=2)
-    record = recipe_of(lab.out)
-    assert (record["recipe"]["optimizer"], record["recipe"]["learning_rate"], record["steps"]) == (*recipe, 9999)
-
-
 # The folder of a training
 
 
@@ -651,26 +581,6 @@ def test_a_report_draws_the_curve_of_a_training_again(lab: Lab, trained: Path) -
     lab.run(0, "report", trained, "--out", lab.root / "again")
     assert [path.name for path in (lab.root / "again").iterdir()] == ["curve.svg"]
     assert "is not compared" in lab.run(2, "report", trained, lab.root / "other", "--out", lab.root / "both")
-
-
-def test_a_target_is_written_as_others_find_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its whole path, whatever was typed, in training as in export, and wherever they run."""
-    (lab.root / "target").symlink_to(lab.target)
-    (lab.root / "elsewhere").mkdir()
-    monkeypatch.chdir(lab.root)
-    lab.train("--steps 1 --hidden-size 48", target=Path("target"), out=Path("run"))  # a multiple of its heads
-    monkeypatch.chdir(lab.root / "elsewhere")
-    for dialect in ("vllm", "speculators"):
-        lab.run(0, f"export ../run/drafter --out {dialect} --dialect {dialect}")
-    for folder in ("../run/drafter", "vllm", "speculators"):
-        card = Path(folder, "README.md").read_text()
-        assert f'peagle speculate --target {lab.target} --drafter . "..."' in card
-        if folder != "speculators":
-            assert f"`vllm serve {lab.target} --speculative-config" in card
-            assert '"model": "."' in card
-        else:
-            assert "`vllm serve .`" in card
-            assert verifier_of(Path(folder)) == str(lab.target)
 
 
 def verifier_of(drafter: Path) -> str:
