@@ -409,16 +409,6 @@ def test_aux_layer_ids_that_are_given_win(tmp_path: Path) -> None:
         check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 8))
 
 
-def test_layers_out_of_range_are_named_as_the_file_numbers_them(tmp_path: Path) -> None:
-    for name, changes, expected in (
-        ("top", {KEY: [2, 5, 9]}, "[2, 5, 9], and 9 names no layer; expected 1..8 there"),
-        ("nested", {"eagle_config": {KEY: [1, 4, 9]}}, "[1, 4, 9], and 9 names no layer; expected 0..7 there"),
-    ):
-        with pytest.raises(InputError) as caught:
-            check_fit(DEMO_DIRECTORY / "target", demo_drafter_that_says(tmp_path / name, **changes))
-        assert expected in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [

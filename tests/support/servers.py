@@ -1,12 +1,14 @@
 """A server over a pair, in the test's process; each reply is checked against its type."""
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
+import fastapi.routing
 import openai
 import pydantic
 from fastapi.testclient import TestClient
@@ -20,6 +22,9 @@ from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.shared_state import SharedState
 from tests.support.pairs import SPECIALS
+
+# an application is made for each of hundreds of servers; nearly all of its time goes into the types of replies
+fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)  # type: ignore[attr-defined]
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CONTEXT, SLOTS, K = 256, 2, 3

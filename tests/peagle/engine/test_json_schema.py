@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-import re
 from typing import Any
 
 import pydantic
@@ -125,33 +124,6 @@ def test_a_keyword_that_cannot_be_enforced_is_named_with_its_path_or_left_out(
     assert not allows(single_bytes, loose, does_not)
     lost = [line.partition(" ")[0] for line in single_bytes.compile(loose).left_out]
     assert place.partition(" ")[0] in lost
-
-
-@pytest.mark.parametrize(
-    ("schema", "lost"),
-    [
-        ({"required": "a"}, "required (Expected array for 'required', got \"a\")"),
-        ({"minimum": "5"}, "minimum (Expected f64 for 'minimum', got \"5\")"),
-        ({"type": "str"}, "type (Invalid type: str)"),
-        ({"uniqueItems": True}, "uniqueItems"),
-        (EITHER, "oneOf (several of its branches may hold at once)"),
-    ],
-)
-def test_dropped_keyword_is_reported_with_its_reason(single_bytes: Vocabulary, schema: Any, lost: str) -> None:
-    grammar = Grammar.json_schema({**schema, "title": lost}, strict=False)  # each has a text of its own
-    assert single_bytes.compile(grammar).left_out == (lost,)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "says"),
-    [
-        ("(", "not valid (unclosed group at character 1 of (); correct it, or leave it out"),
-        ("(?=a)", "not supported (look-around, including look-ahead and look-behind, is not supported at character 1"),
-    ],
-)
-def test_an_invalid_pattern_is_not_called_unsupported(single_bytes: Vocabulary, pattern: str, says: str) -> None:
-    with pytest.raises(GrammarError, match=re.escape(f"pattern at # is {says}")):
-        single_bytes.compile(Grammar.json_schema({**TEXT, "pattern": pattern}))
 
 
 @pytest.mark.parametrize("strict", [True, False])

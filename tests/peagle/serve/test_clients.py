@@ -14,8 +14,6 @@ from tests.support.pairs import toy_pair
 from tests.support.running import Gate, Running, running
 from tests.support.servers import CONTEXT, MODEL, K, service_of
 
-USER: Any = [{"role": "user", "content": "hello"}]
-
 
 @pytest.fixture(scope="module")
 def server(tokenizer: Tokenizer) -> Iterator[Running]:
@@ -29,23 +27,6 @@ def server(tokenizer: Tokenizer) -> Iterator[Running]:
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0) as opened:
         yield opened
-
-
-def test_errors_are_the_clients_own(server: Running, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tools are not supported") as refused:
-        client.chat.completions.create(
-            model=MODEL, messages=USER, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_parameter")
-    with pytest.raises(openai.NotFoundError, match="not served"):
-        client.chat.completions.create(model="gpt-4", messages=USER)
-    with pytest.raises(openai.BadRequestError, match="expected at most 256"):
-        client.completions.create(model=MODEL, prompt=[8] * 300)
-    with (
-        openai.OpenAI(base_url=server.url + "/v1", api_key="wrong") as other,
-        pytest.raises(openai.AuthenticationError),
-    ):
-        other.models.list()
 
 
 def test_many_at_once_get_what_each_gets_alone(

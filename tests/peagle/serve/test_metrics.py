@@ -145,14 +145,6 @@ def test_the_wait_for_a_slot_begins_when_the_server_gets_the_request(make: Make,
     assert handles[1].added_s < opened_s
 
 
-def test_an_echo_looks_nothing_up(make: Make) -> None:
-    service = make()
-    body = {"prompt": [40, 41, 42], "max_tokens": 0, "echo": True}
-    assert client_of(service).post("/v1/completions", json=body).is_success
-    assert counted(service, "prompt_tokens_total", "prefix_cache_queries_total") == [0, 0]
-    assert counted(service, "request_prompt_tokens_sum") == [3]
-
-
 def test_a_request_that_leaves_the_queue_or_its_midst_has_no_figures_of_a_whole_one(make: Make) -> None:
     """What left the queue was not computed: its prompt does not count."""
     service = make()

@@ -1,24 +1,16 @@
 """What the fields of a body do: parameters, prompts, limits, log-probabilities, figures, and the tokenizer's routes."""
 
 import itertools
-import json
-import math
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.answers.result import Piece, Result
-from peagle.base.strict_json import dumps
-from peagle.engine.request import Request, TokenChunk, TokenLogprobs
+from peagle.answers.result import Result
 from peagle.loading.checkpoints import DEMO_DIRECTORY
 from peagle.pair import Pair
-from peagle.serve.chat import ChatFormatter
-from peagle.serve.completions import CompletionFormatter
-from peagle.text.channels import Delta
-from peagle.text.offsets import TokenOffset
 from peagle.text.tokenizer import Tokenizer, detokenize, load_tokenizer
-from tests.support.pairs import VOCAB_SIZE, toy_pair
+from tests.support.pairs import toy_pair
 from tests.support.servers import (
     CHAT,
     COMPLETIONS,
@@ -126,12 +118,6 @@ def test_n_answers_have_the_random_numbers_of_their_places_and_one_prompt(client
     assert len(set(texts)) == 3
     assert [choice["text"] for choice in two["choices"]] == texts[:2]
     assert (three["usage"]["prompt_tokens"], three["usage"]["completion_tokens"]) == (len(PROMPT), 120)
-
-
-def test_an_answer_does_not_depend_on_the_prompts_beside_it(client: TestClient) -> None:
-    prompts = [[50, 51], PROMPT, [60]]
-    together = [choice["text"] for choice in complete(client, prompt=prompts, **SEEDED)["choices"]]
-    assert together == [text_of(client, prompt=prompt, **SEEDED) for prompt in prompts]
 
 
 def test_without_a_seed_answers_differ(client: TestClient) -> None:
@@ -277,44 +263,6 @@ def test_offsets_are_those_of_the_text(client: TestClient) -> None:
             assert choice["text"][offset:].startswith(token)
 
 
-def test_a_first_token_that_is_not_in_the_text_has_no_length(tokenizer: Tokenizer) -> None:
-    form = CompletionFormatter("toy", tokenizer, logprobs=True, echoed=["ab"], prompts=[(0, 97 - 26, 98 - 26)])
-    form.prompt_logprobs = [[TokenLogprobs(71, -1.0, ()), TokenLogprobs(72, -1.0, ())]]
-    event = form.event(*form.read(Piece(TokenChunk(Request((0,), 1), (), 0.0))))
-    (choice,) = json.loads(event.removeprefix("data: "))["choices"]
-    assert choice["logprobs"]["tokens"] == ["<|startoftext|>", "a", "b"]
-    assert choice["logprobs"]["text_offset"] == [0, 0, 1]
-
-
-@pytest.mark.parametrize("kind", [ChatFormatter, CompletionFormatter])
-def test_token_details_precede_the_end_of_a_reply(
-    tokenizer: Tokenizer, alone: Pair, monkeypatch: pytest.MonkeyPatch, kind: Any
-) -> None:
-    """At the end others would wait for it. A number that is not finite is null; tokens of one text count once."""
-    result = python(alone, {"max_tokens": 3})
-    form = kind(MODEL, tokenizer, logprobs=True, results=lambda: [result])
-    partial = [token for token in range(VOCAB_SIZE) if tokenizer.token_bytes(token) in (b"\xc3", b"\xe2")]
-    pairs = (*zip(partial, (-0.5, -math.inf), strict=True), (71, 1e-7))
-    parts = []
-    for place, token in enumerate((71, 72)):
-        delta = Delta("content", "?", 0, tokens=(TokenOffset(place, place),))
-        logprobs = [TokenLogprobs(token, -0.25, pairs)] * (place + 1)
-        parts.append(Piece(TokenChunk(result.request, (token,), 0.0), (token,), (delta,), logprobs=logprobs))
-    entries = [entry for part in parts for entry in form.read(part)]
-    monkeypatch.setattr("peagle.serve.formatter.number", None)
-    events = [json.loads(form.event(entry).removeprefix("data: ")) for entry in entries[-2:]]
-    (choice,) = json.loads(dumps(form.reply(entries)))["choices"]
-    streamed = [event["choices"][0]["logprobs"] for event in events]
-    for name in ("content",) if kind is ChatFormatter else ("tokens", "token_logprobs", "top_logprobs"):
-        assert choice["logprobs"][name] == [entry for part in streamed for entry in part[name]]
-    first = streamed[0]
-    if kind is ChatFormatter:
-        assert [entry["logprob"] for entry in first["content"][0]["top_logprobs"]] == [-0.5, None, 1e-7]
-        assert first["content"][0]["bytes"] == list(b"a")
-    else:
-        assert first["top_logprobs"] == [{"\N{REPLACEMENT CHARACTER}": None, "a": 1e-7}]
-
-
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -376,9 +324,3 @@ def test_tokens_before_a_text_can_be_left_out(make: Any, demo: Tokenizer) -> Non
     assert tokens_of(client, prompt="def f", add_special_tokens=False) == bare
     assert [first] == [*demo.encode("")]
     assert detokenize(demo, bare) == "def f"
-
-
-def test_tokens_and_text_are_each_others_inverse(client: TestClient) -> None:
-    reply = answer(client, "/tokenize", {"prompt": "naïve 東京"})
-    assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), CONTEXT)
-    assert answer(client, "/detokenize", {"tokens": reply["tokens"]}) == {"prompt": "naïve 東京"}

@@ -17,7 +17,7 @@ from peagle.serve.request_log import RequestLog
 from peagle.serve.structured import grammar_of
 from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import STOP, toy_pair
-from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, RESPONSES, K, answer, client_of, error_of, stream
+from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, RESPONSES, answer, client_of, error_of
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -99,23 +99,6 @@ def test_a_field_constrains_the_answer_as_in_python(
     assert (completed["finish_reason"], bool(completed["text"])) == ("stop", True)
 
 
-def test_streams_choices_and_log_probabilities_keep_their_meaning(client: TestClient, alone: Pair) -> None:
-    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
-    more = {"temperature": 1.0, "seed": 4, "n": 3, "logprobs": True, "top_logprobs": 2, "min_tokens": 3}
-    body = {"messages": MESSAGES, **options_of(ending(alone), **form), **more}
-    whole = answer(client, CHAT, body)
-    texts = [choice["message"]["content"] for choice in whole["choices"]]
-    for choice, text in zip(whole["choices"], texts, strict=True):
-        assert set(json.loads(text)) == {"a", "b"}
-        assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == text
-    assert whole["metrics"]["speculative_decoding"]["num_spec_tokens"] == K
-    streamed = ["", "", ""]
-    for event in stream(client, CHAT, body):
-        (choice,) = event["choices"]
-        streamed[choice["index"]] += choice["delta"].get("content", "")
-    assert streamed == texts
-
-
 LACKING = {"enum": ["yes", "no"], "if": {"const": "no"}, "then": False}  # a keyword that cannot be enforced
 
 
@@ -167,21 +150,6 @@ def test_impossible_schema_is_an_error_object(
         error = error_of(client.post(path, json={**prompt, "max_tokens": 5, **fields}))
         assert message in error["message"]
         assert error["param"] == param
-
-
-def test_a_regex_that_blows_up_ends_its_own_answer_alone(make: Any, tokenizer: Tokenizer) -> None:
-    client = client_of(make())
-    free = {"prompt": [40, 41], "max_tokens": 20, "temperature": 0}
-    expected = answer(client, COMPLETIONS, free)["choices"]
-    hostile = {"guided_regex": "((((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}b", "max_tokens": 100}
-    bias = {str(tokenizer.encode("a")[0]): 100}
-    started = time.monotonic()
-    error = error_of(client.post(COMPLETIONS, json={**free, **hostile, "logit_bias": bias}))
-    assert "cannot be followed any further" in error["message"]
-    assert error["param"] == "guided_regex"
-    assert answer(client, COMPLETIONS, free)["choices"] == expected
-    assert client.get("/health").json()["status"] == "ok"
-    assert time.monotonic() - started < 60
 
 
 def test_a_grammar_that_compiles_for_too_long_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

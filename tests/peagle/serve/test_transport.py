@@ -152,24 +152,6 @@ def test_a_stream_that_nobody_reads_ends_its_requests_and_says_why(make: Make) -
     assert 'finished_reason="abort",model_name="toy"} 2.0' in service.metrics.text().decode()
 
 
-def test_unsent_bytes_are_counted_until_read_or_abandoned() -> None:
-    async def events() -> AsyncGenerator[str, None]:
-        for event in ("data: é\n\n", "data: b\n\n"):
-            yield event
-
-    async def run() -> None:
-        registry, client, closed = CollectorRegistry(), Client(reads=False), list[int]()
-        stream = EventStream(events(), lambda: closed.append(1), metrics_of(registry), 1000)
-        replying = asyncio.ensure_future(stream({}, client.receive, client.send))
-        while registry.get_sample_value("size") != len(b"data: b\n\n"):  # the first is being sent
-            await asyncio.sleep(0)
-        replying.cancel()
-        await replying
-        assert (registry.get_sample_value("size"), registry.get_sample_value("cut_total"), closed) == (0, 0, [1])
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-
-
 def test_a_stream_without_an_event_is_kept_open_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proxies and clients give up what is silent: a request waits for its slot, or its prompt is long."""
     monkeypatch.setattr("peagle.serve.transport.SILENCE_S", 0.01)
@@ -309,27 +291,6 @@ def test_an_encoded_body_is_refused_by_its_encoding(client: TestClient) -> None:
         assert "content encoding is 'gzip'; expected none: send plain JSON" in error["message"]
         assert reply.headers["accept-encoding"] == "identity"
         assert client.post(path, json={}, headers={"Content-Encoding": "identity"}).status_code == 400
-
-
-def test_many_refusals_are_a_line_at_once_and_one_after_each_pause(caplog: pytest.LogCaptureFixture) -> None:
-    def logged() -> list[Any]:
-        return [json.loads(message)["refused"] for message in caplog.messages]
-
-    async def run() -> None:
-        log = RequestLog(logging.getLogger("refusals"), pause_s=0.01)
-        for status in (429, 429, 503, 429):
-            log.refused(status)
-        assert logged() == [{"429": 1}]
-        while len(logged()) < 2:
-            await asyncio.sleep(0.01)
-        assert logged()[1] == {"429": 2, "503": 1}
-        log.refused(429)
-        while len(logged()) < 3:
-            await asyncio.sleep(0.01)
-        assert logged()[2] == {"429": 1}
-
-    with caplog.at_level(logging.INFO, "refusals"):
-        asyncio.run(asyncio.wait_for(run(), 60))
 
 
 REPLIES = {
