@@ -1,6 +1,7 @@
 """What auto chooses and learns: pure functions of counts and times."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -44,6 +45,19 @@ def nothing_known(auto: AutoState, **known: object) -> Averages:
     return none.replace(**{n: jnp.broadcast_to(jnp.asarray(v), getattr(none, n).shape) for n, v in known.items()})
 
 
+@functools.partial(jax.jit, static_argnames="times")
+def taught(auto: AutoState, slots: Slots, times: int, values: dict[str, object], known: dict[str, object]) -> AutoState:
+    """Learn these values, where they are known, so many times."""
+
+    def once(_: int, auto: AutoState) -> AutoState:
+        return update(auto, slots, averages_of(auto, **values), nothing_known(auto, **known), 1)
+
+    return jax.lax.fori_loop(0, times, once, auto)
+
+
+run_choose_widths = jax.jit(choose_widths)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_other_choice_of_rows_is_worth_more(data: st.DataObject) -> None:
@@ -54,7 +68,7 @@ def test_no_other_choice_of_rows_is_worth_more(data: st.DataObject) -> None:
     verify = data.draw(st.lists(st.floats(0.0, 4.0, width=32), min_size=2 * K + 3, max_size=2 * K + 3))
     rate = data.draw(st.floats(1.0, 2.0, width=32))
     costs = costs_of(2, verify)
-    widths = choose_widths(jnp.asarray(survival), jnp.asarray(limits), slots_of(2, costs, rate))
+    widths = run_choose_widths(jnp.asarray(survival), jnp.asarray(limits), slots_of(2, costs, rate))
 
     def gain(choice: tuple[int, ...]) -> float:
         tokens = sum(float(survival[b, :width].sum()) for b, width in enumerate(choice))
@@ -87,9 +101,8 @@ def test_a_drafts_chance_is_its_confidence_times_how_often_such_drafts_were_righ
     survival = Drafts.of(auto, slots, 1, draft, limits).survival
     np.testing.assert_allclose(survival, [np.cumprod([0.8, 0.5, 0.9])] * 2, rtol=1e-5)
     known = jnp.zeros((2, 2, K), bool).at[0, 1, 0].set(True)
-    values = averages_of(auto, right=0.4, confidence=0.8)
-    for _ in range(int(8 * DRAFT_STEPS)):
-        auto = update(auto, slots, values, nothing_known(auto, right=known, confidence=known), 1)
+    values = {"right": 0.4, "confidence": 0.8}
+    auto = taught(auto, slots, int(8 * DRAFT_STEPS), values, {"right": known, "confidence": known})
     survival = Drafts.of(auto, slots, 1, draft, limits).survival
     np.testing.assert_allclose(survival, np.cumprod([[0.4, 0.5, 0.9], [0.8, 0.5, 0.9]], axis=1), rtol=1e-2)
     np.testing.assert_allclose(Drafts.of(auto, slots, 0, draft, limits).survival[0], survival[1], rtol=1e-2)
@@ -128,9 +141,7 @@ def test_gains_follow_a_slots_drafts_and_drift_back_without_them() -> None:
     """Slot 0 is greedy, slot 1 sampled; the third position is never drafted."""
     begun, slots = AutoState.start(2, K, 1), slots_of(2, sampled=(False, True))
     gains, two = jnp.asarray([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]]), jnp.asarray([[True, True, False]] * 2)
-    auto, before = begun, np.asarray(begun.slots.gains)
-    for _ in range(400):
-        auto = update(auto, slots, averages_of(auto, gains=gains), nothing_known(auto, gains=two), 1)
+    auto, before = taught(begun, slots, 400, {"gains": gains}, {"gains": two}), np.asarray(begun.slots.gains)
     for averages in (auto.slots, auto.kinds):
         np.testing.assert_allclose(averages.gains[:, :2], gains[:, :2], atol=0.02)
         np.testing.assert_allclose(averages.gains[:, 2], before[:, 2], atol=1e-3)
@@ -144,8 +155,7 @@ def test_tries_that_do_not_pay_are_so_rare_that_they_lose_a_small_share_of_the_t
     sampled = jnp.asarray([True, False])
     auto, slots = AutoState.start(2, K, 1), slots_of(2, sampled=(True, False))
     assert auto.pauses.tolist() == [0, 0]
-    for _ in range(400):
-        auto = update(auto, slots, averages_of(auto, profit=-0.3), nothing_known(auto, profit=sampled), 1)
+    auto = taught(auto, slots, 400, {"profit": -0.3}, {"profit": sampled})
     np.testing.assert_allclose(auto.slots.profit, [-0.3, FIRST_PROFIT], rtol=1e-3)
     pauses = auto.entered(sampled).pauses
     assert 0.3 / (int(pauses[0]) + 1) == pytest.approx(LOSS_FRAC, rel=0.1)

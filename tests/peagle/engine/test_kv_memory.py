@@ -38,7 +38,7 @@ def sized(groups: tuple[CacheGroup, ...], config: ResolvedConfig, least: bool) -
     return sizing, pool, pool.open((), range(len(groups)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(GROUPS, CONFIGS, st.booleans(), st.booleans(), st.data())
 def test_a_request_alone_has_its_pages_to_the_end_of_the_context(
     groups: tuple[CacheGroup, ...], config: ResolvedConfig, least: bool, received: bool, data: st.DataObject

@@ -15,10 +15,18 @@ PROMPT = tuple(np.random.default_rng(4).integers(0, TARGET.vocab_size, 37).tolis
 K = 3
 
 
+SAMPLED = SamplingParams(0.9, top_k=20, top_p=0.8, seed=3)
+
+
 @pytest.mark.parametrize(
-    ("length", "sampling"), [(len(PROMPT), SamplingParams()), (1, SamplingParams(0.9, top_k=20, top_p=0.8, seed=3))]
+    ("drafter", "length", "sampling"),
+    [
+        ("P-EAGLE", len(PROMPT), SamplingParams()),
+        ("P-EAGLE", 1, SAMPLED),
+        ("EAGLE-3", len(PROMPT), SAMPLED),
+        ("DFlash", 1, SamplingParams()),
+    ],
 )
-@pytest.mark.parametrize("drafter", ["P-EAGLE", "EAGLE-3", "DFlash"])
 def test_the_engine_is_the_specification(drafter: str, length: int, sampling: SamplingParams) -> None:
     pair, request = models(drafter=drafter), Request(PROMPT[:length], 24, sampling)
     tokens, num_accepted = speculate(pair.target, pair.drafter, request, K)

@@ -197,9 +197,9 @@ def test_more_items_than_may_be_are_refused_by_their_number(
 
 OF_TOKENIZERS: dict[str, Any] = {"/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
 HOSTILE: list[Any] = [
-    *(0, 1, -1, 2**63, -(10**40), -0.0, 1e308, True, "", "1", "\0", "{{ 7 * 7 }}", "🎉" * 50),
-    *([], [[]], [None], [-1], ["a"], [{}], [[1], 2]),
-    *({}, {"a": 1}, {"1": 10**40}, {"type": "text"}, {"include_usage": 1}, {"role": "user", "content": {}}),
+    *(0, 1, -(10**40), 1e308, True, "", "1", "\0"),
+    *([], [[]], [None], [-1], ["a"], [{}]),
+    *({}, {"a": 1}, {"1": 10**40}, {"role": "user", "content": {}}),
 ]
 
 
