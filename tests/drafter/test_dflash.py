@@ -17,7 +17,7 @@ from drafter.dflash import lay_out_block
 from drafter.dialects import is_drafter_config, open_drafter, parse_config, render_config
 from drafter.load import load_drafter, save_drafter, shared_tensors, to_tensors
 from drafter.params import DrafterParams
-from drafter.propose import DFlash, drafter_of
+from drafter.propose import DFlash
 from drafter.vocabulary import DraftVocab, narrow
 from peagle.base.errors import InputError
 from peagle.ops.attention import MASKED
@@ -311,9 +311,3 @@ def test_drafter_that_the_layout_cannot_hold_is_refused(tmp_path: Path, changes:
 def test_configs_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         dataclasses.replace(DFLASH_CONFIGS[BIASED], **changes)
-
-
-def test_kinds_are_named() -> None:
-    assert DFLASH_CONFIGS[PLAIN].kind == "DFlash"
-    assert DFLASH_CONFIGS[PLAIN].parallel
-    assert isinstance(drafter_of(random_params(DFLASH_CONFIGS[PLAIN]), DFLASH_CONFIGS[PLAIN]), DFlash)

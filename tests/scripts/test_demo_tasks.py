@@ -43,21 +43,6 @@ def test_a_description_names_parameters_calls_errors_and_results_in_their_order(
 
 
 @pytest.mark.parametrize(
-    ("body", "lines"),
-    [
-        ("pass", ["It calls nothing.", "It returns nothing."]),
-        ("yield from x\nreturn 1", ["It calls nothing.", "It is a generator."]),
-        ("return [\n    x,\n]", ["It calls nothing.", "It returns an expression."]),
-        ("if x:\n    return 1\nreturn x[0]", ["It calls nothing.", "It returns `1` or `x[0]`."]),
-        ("def inner():\n    return open(x)\nreturn inner", ["It calls nothing.", "It returns `inner`."]),
-        ("x.y.z(lambda: x())\nx()()", ["It calls `x.y.z` and `x`.", "It returns nothing."]),
-    ],
-)
-def test_description_of_a_function_body(body: str, lines: list[str]) -> None:
-    assert tasks.describe(whole("def f(x):", body)).split("\n")[2:] == lines
-
-
-@pytest.mark.parametrize(
     ("change", "stub", "body", "wish", "changed"),
     [
         (

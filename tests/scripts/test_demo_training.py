@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from scripts.demo import target
 from scripts.demo.target import (
@@ -124,18 +123,3 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     found, step = restored(tmp_path, state)
     assert step == 5
     jax.tree.map(np.testing.assert_array_equal, found, later)
-
-
-def test_unwanted_tokens_become_less_likely_and_wanted_ones_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is -log p where a token is wanted and -log(1 - p) where not; also where p is as good as 1."""
-    likely = jnp.log(jnp.asarray([[0.25, 0.5, 1.0]], jnp.float32))
-    monkeypatch.setattr(target, "log_likelihoods", lambda shift, *_: likely + shift)
-    monkeypatch.setattr(jax.lax, "psum", lambda value, _: value)
-    weights = jnp.asarray([[0.0, 1.0, -1.0, 0.0]])
-    batch = target.Batch(jnp.zeros((1, 4), jnp.int32), *[jnp.zeros((1, 4), jnp.int32)] * 2, weights)
-    loss, slope = target.loss_and_gradients(jnp.zeros((1, 3)), None, batch)
-    np.testing.assert_allclose(loss, (-np.log(0.25) - np.log(0.5)) / 2, rtol=1e-6)
-    np.testing.assert_allclose(slope, [[-0.5, 0.5, 0.0]], atol=1e-6)
-    surest = batch._replace(weights=jnp.asarray([[0.0, 0.0, 0.0, -1.0]]))
-    loss, _ = target.loss_and_gradients(jnp.zeros((1, 3)), None, surest)
-    assert 10 < float(loss) < 20

@@ -81,9 +81,3 @@ def test_a_recorded_recipe_is_read_and_what_is_typed_is_seen() -> None:
     record = dataclasses.asdict(recorded)
     assert Recipe(width=24, depth=7).over(record) == recorded
     assert Recipe(width=24, depth=7, seed=5).over(record) == dataclasses.replace(recorded, seed=5)
-
-
-def test_a_recipe_is_said_in_one_line() -> None:
-    muon = "muon at rates of 0.008 and 0.003, rising over 2% of the steps and falling over the last 60%"
-    adamw = "adamw at a rate of 0.0001, rising over 0.25% of the steps and falling over the last 100%"
-    assert (filled().describe(), filled(SHORT_STEPS).describe()) == (muon, adamw)

@@ -224,7 +224,7 @@ def test_after_an_interruption_whole_files_stay_and_the_rest_is_downloaded(fake:
     assert resolve(NAME, "target").is_dir()
 
 
-@pytest.mark.parametrize("absent", ["README.md", "other.safetensors", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("absent", ["other.safetensors", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("part", ["target", "drafter"])
 def test_only_files_that_are_needed_count(
     fake: FakeHub, directories: Directories, absent: str, part: Literal["target", "drafter"]

@@ -38,8 +38,6 @@ from peagle.pair import Pair
 from peagle.parallel.mesh import MeshShape, Sharded, make_meshes, replicate, shard
 from peagle.protocols import Explains, Target
 from peagle.workflows.random_checkpoint import random_tensors
-from scripts import gpu_check
-from scripts.gpu import mesh as gpu_mesh
 from scripts.gpu.mesh import loud
 from target import load as target_load
 from target.load import load_target, save_target, write_target
@@ -458,28 +456,6 @@ def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, tmp_path: Pa
 
 
 # The check for machines with several GPUs
-
-
-@pytest.mark.parametrize(("off", "token", "right"), [(1e-5, 5, True), (1e-2, 5, False), (1e-5, 6, False)])
-def test_gpu_check_compares_over_a_mesh(off: float, token: int, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits and tokens, the copies' too. It is its first line; the others are times."""
-    sharded = []
-
-    def facts(*targets: Target) -> dict[str, object]:
-        sharded.append([isinstance(target, Sharded) for target in targets])
-        over = sharded[-1][0]
-        logits = np.asarray([1.0, 2.0 + over * off, 3.0])
-        return {"logits": logits, "answers": [[[4, token if over else 5], 1]], "collectives": 9}
-
-    monkeypatch.setattr(gpu_mesh, "facts", facts)
-    line = next(gpu_check.over_devices(MeshShape(2, dp=2)))
-    assert sharded == [[False], [True, True]]
-    assert (line["ok"], line["mesh"], line["same_tokens"]) == (right, "dp=2,tp=2,ep=1", int(token == 5))
-
-
-def test_gpu_check_refuses_meshes_that_nothing_fits() -> None:
-    with pytest.raises(InputError, match="tp=3, but the target has 8 heads"):
-        gpu_check.checked_mesh("tp=3")
 
 
 # Training

@@ -85,10 +85,9 @@ def same_documents(one: Path, other: Path) -> None:
         assert after.conversation == before.conversation
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["int", "term", "hup"]
+@pytest.mark.parametrize(  # among the first turns, and among the second ones
+    ("number", "code", "call"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 4)], ids=["int", "term"]
 )
-@pytest.mark.parametrize("call", [2, 4])  # among the first turns, and among the second ones
 def test_an_unfinished_shard_keeps_its_answers(
     lab: Lab, chats: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int, call: int
 ) -> None:

@@ -27,7 +27,6 @@ from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.answers.result import decode
 from peagle.base.errors import InputWarning
-from peagle.config import SamplingParams
 from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.workflows.new_drafter import init_params_of
@@ -35,7 +34,6 @@ from target.load import load_target
 from tests.peagle.workflows.training.conftest import PROMPTS, SMALL, Lab, train, write_prompts
 from tests.support.drafters import random_params
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, STOP, TARGET, VOCAB_SIZE, Directories, press_ctrl_c_at
-from tests.support.toys import costs
 
 pytestmark = pytest.mark.compile
 
@@ -130,7 +128,7 @@ def test_from_data_to_a_drafter_that_runs(
 
 @pytest.mark.parametrize(
     "kind",
-    ["", pytest.param("--drafter eagle-3", marks=pytest.mark.slow), "--drafter dflash --blocks 64"],
+    ["", *(pytest.param(f"--drafter {kind}", marks=pytest.mark.slow) for kind in ("eagle-3", "dflash --blocks 64"))],
     ids=["P-EAGLE", "EAGLE-3", "DFlash"],
 )
 def test_what_was_learnt_by_heart_is_drafted_right(lab: Lab, kind: str) -> None:
@@ -150,44 +148,26 @@ def test_what_was_learnt_by_heart_is_drafted_right(lab: Lab, kind: str) -> None:
 
 
 def test_the_baseline_proposes_in_turn_and_changes_no_token(lab: Lab) -> None:
-    """An EAGLE-3 drafter, by the same command, in the engine: in slots, with rows that pause, never sampled."""
+    """An EAGLE-3 drafter, by the same command."""
     lab.train("--drafter eagle-3 --learning-rate 1e-2")
     params, config = drafter_of(lab.out)
     assert params.mask_hidden is None
     assert not config.parallel
     pair = peagle.loading.load.load(lab.target, lab.out / "drafter")
     assert isinstance(pair.drafter, Eagle3)
-    requests = [Request(tuple(ids), 24, index=index) for index, ids in enumerate(PROMPTS)]
-    requests.append(Request(tuple(PROMPTS[0]), 12, SamplingParams(1.0, seed=5), index=len(PROMPTS)))
-    configs = [pair.engine_config(k, slots=3, context=128, adaptive=k > 0) for k in (0, 2)]
-    pair.engine(configs[1]).one.costs = costs(2, {1: True})
-    plain, adaptive = (decode(pair.engine(config), requests, None) for config in configs)
-    assert [result.output_ids for result in adaptive] == [result.output_ids for result in plain]
-    assert 2 in [len(step.draft_token_ids) for result in adaptive for step in result.steps]
-    lab.run(0, "info", lab.target, lab.out / "drafter")
+    expect_plain_decodings_tokens(pair, lab.data)
 
 
 def test_a_smaller_draft_vocabulary_and_a_window(lab: Lab) -> None:
     """What nobody else loads is written and read here, with no promise in the card; positions are the target's."""
-    shape = "--draft-vocab 40 --hidden-size 24 --mask-hiddens 2 --drafter-window 5 --loss kl"
-    messages = lab.train(shape)
+    lab.train("--draft-vocab 40 --hidden-size 24 --mask-hiddens 2 --drafter-window 5 --loss kl")
     params, config = drafter_of(lab.out)
     assert (config.draft_vocab_size, config.hidden_size, config.num_mask_hiddens) == (40, 24, 2)
     assert (config.max_positions, config.windows) == (MAX_POSITIONS, (5,))
     assert config.mask_token_id == VOCAB_SIZE - 1, "the highest id that the data never uses"
-    covered = recipe_of(lab.out)["coverage"]
-    share = f"{covered['frac']:.1%} of the tokens, so at most {covered['acceptance_limit']:.2f} a step at K = 3"
-    assert f"\nproposes     {share}" in messages
-    expect_all(
-        card_of(lab.out),
-        "vLLM cannot load it: it has 2 mask hiddens, expected one.",
-        f"- proposes 40 of the target's 320 tokens; in its training data {share}",
-    )
+    assert "vLLM cannot load it: it has 2 mask hiddens, expected one." in card_of(lab.out)
     assert "vllm serve" not in card_of(lab.out)
-    assert f"40 of the target's 320 tokens; in its training data {share}" in lab.output("info", lab.out / "drafter")
-    shutil.copytree(lab.out / "drafter", lab.root / "elsewhere")
-    elsewhere = lab.output("info", lab.root / "elsewhere")
-    assert "320 tokens; peagle parity measures how many of an answer's they are" in elsewhere
+    assert 0 < recipe_of(lab.out)["coverage"]["frac"] <= 1
     assert params.draft_to_target is not None
     kept, used = set(params.draft_to_target.tolist()), trained_tokens(lab.data)
     assert STOP in kept
@@ -285,17 +265,12 @@ def test_data_that_teach_nothing_are_refused(lab: Lab, taught: Path) -> None:
     assert not lab.out.exists()
 
 
-def test_what_a_list_of_tokens_covers_is_said_and_none_is_refused(lab: Lab, no_step: str) -> None:
-    """Before the first step, with how many of the tokens no answer holds."""
+def test_a_list_of_tokens_that_no_answer_holds_is_refused(lab: Lab) -> None:
     used, listed = sorted(trained_tokens(lab.data)), lab.root / "listed.json"
     absent = sorted(set(range(VOCAB_SIZE)) - set(used))
     listed.write_text(json.dumps(absent[:9]))
     none = "none of the 9 tokens of the draft vocabulary is in an answer of the data"
     assert none in lab.train("--draft-vocab", listed, code=2)
-    listed.write_text(json.dumps(used + absent[:2]))
-    messages = lab.train("--draft-vocab", listed, code=2)
-    proposes = f"proposes {len(used) + 2:,} tokens, 2 of which no answer holds: 100.0%"
-    assert messages.index(proposes) < messages.index("training steps 1") < messages.index(no_step)
 
 
 EVERYTHING = [token for token in range(VOCAB_SIZE) for _ in range(1 + (token != 7))]  # 7 is the rarest
@@ -484,29 +459,17 @@ def test_a_training_goes_on_from_any_folder_with_files_that_have_moved(
 
 
 def test_documents_are_held_out_and_the_best_step_is_the_drafter(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C, too: it goes on with the same documents, and ends with the same bits."""
     monkeypatch.setattr("peagle.workflows.training.LEAST_BETWEEN", 1)
-    more, again = "--held-out 0.4 --steps 6 --learning-rate 0.5", lab.root / "again"
+    more = "--held-out 0.4 --steps 6 --learning-rate 0.5"
     messages = lab.train(more)
     assert steps_of(lab.out, "held_out") == [1, 2, 3, 4, 5, 6]
     log = list(read_log(lab.out / LOG))
     best = (best_held_out(log) or {})["step"]
     assert best < 6, log  # at so high a rate
-    expect_all(
-        messages,
-        "held out: 2 of the 5 documents; the step that is best on them is kept (--held-out 0: the last",
-        "training steps 1 to 6, 4.0 epochs in all",
-        "step 6 of 6, 4.0 epochs: loss",
-        f"drafter      {lab.out / 'drafter'} | step {best} of 6, the best on held-out documents",
-    )
+    assert f"drafter      {lab.out / 'drafter'} | step {best} of 6, the best on held-out documents" in messages
     assert [line["epochs"] for line in log if "loss" in line][-1] == [4.0]  # 6 steps of 2 rows, of 3
     record = recipe_of(lab.out)
     assert (record["data"]["documents"], record["data"]["held_out"]) == (5, 0.4)
-    with ctrl_c(monkeypatch, 9):
-        lab.train(more, code=130, out=again)
-    lab.resume(out=again)
-    assert list(read_log(again / LOG))[-1] == log[-1]
-    assert same_weights(lab.out, again)
     assert "was begun with --held-out 0.4 (now 0.0)" in lab.train(more, "--held-out 0", code=2)
 
 
