@@ -1,19 +1,14 @@
 """The comparison with peers: all get the same tokens, ratios follow from lines, a peer that fails is one line."""
 
 import argparse
-import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from peagle.base.errors import InputError
 from peagle.loading.checkpoints import DEMO, DEMO_EAGLE3, resolve
-from peagle.measure.record import rotated
 from scripts.peers import ours
-from scripts.peers.llama import Build
 from scripts.scenarios import peers
 from scripts.scenarios.peers import (
     OURS,
@@ -38,40 +33,6 @@ def test_prompts_are_the_same_for_every_engine_and_differ() -> None:
     assert random_prompts(89, OPTIONS) == PROMPTS
     assert random_prompts(89, argparse.Namespace(**{**vars(OPTIONS), "requests": [1]})) == PROMPTS[:1]
     assert len({tuple(prompt) for prompt in PROMPTS}) == 3
-
-
-class Scripted:
-    """An engine that answers at once, and notes its calls."""
-
-    def __init__(self, answer: list[int]) -> None:
-        self.answer, self.calls = answer, list[dict[str, Any]]()
-
-    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        assert do == "decode"
-        self.calls.append(arguments)
-        answers = [self.answer] * len(arguments["prompts"])
-        return {"prefill_s": 0.1, "decode_s": 0.02, "steps": 5, "token_ids": answers}
-
-
-def test_requests_are_decoded_together_by_engines_that_can() -> None:
-    """The same prompts for each of them, once to warm up, then once a round; answers are compared with plain ones."""
-    entries = [entry(name, SITE) for name in (OURS, "transformers-bf16", VLLM)]
-    entries.append(entry(VLLM, SITE, "p-eagle", 5))
-    engines = {own.process: Scripted([*range(10), 10 + (own.drafts != PLAIN)]) for own in entries}
-    lines = list(peers.run_rounds(entries, engines, SITE, OPTIONS))  # type: ignore[arg-type]
-    shared = [{"prompts": PROMPTS[:count], "num_tokens": 11, "stop_token_ids": []} for count in (1, 3)] * 4
-    for own in entries:
-        calls = [arguments | own.arguments for arguments in shared]
-        assert engines[own.process].calls == (calls if own.several else calls[::2])
-    assert [(line["round"], line["engine"], line["drafts"], line["requests"]) for line in lines] == [
-        (number, own.engine, own.drafts, count)
-        for number in (1, 2, 3)
-        for own in rotated(entries, number)
-        for count in ((1, 3) if own.several else (1,))
-    ]
-    line = next(line for line in lines if line["requests"] == 3 and line["drafts"] != PLAIN)
-    figures = {"tok_per_s": 1500, "prefill_tok_per_s": 480, "step_ms": 4, "tokens_a_step": 2, "equal_frac": 0}
-    assert {name: line[name] for name in figures} == pytest.approx(figures)
 
 
 def fake_lines() -> Iterator[dict[str, Any]]:
@@ -116,30 +77,3 @@ def test_transformers_and_ours_decode_the_same(checkpoint: Path) -> None:
     mine = ours.load(str(checkpoint), 128, "xla", "float32")
     first, second = (engine.decode([[3, 1, 4]], 12, [])["token_ids"] for engine in (theirs, mine))
     assert first == second
-
-
-DRIVER = f"""#!{sys.executable}
-import json, sys
-print(json.dumps({{"answer": {{"threads": 1, "computes": "AVX2 = 1 | AMX = 0 | " + " ".join(sys.argv)}}}}), flush=True)
-for line in sys.stdin:
-    print(json.dumps({{"answer": {{"decode_s": 1.0, "passes": 4, **json.loads(line)}}}}), flush=True)
-"""
-
-
-@pytest.mark.parametrize("text", [DRIVER, f"#!{sys.executable}\nraise SystemExit('error: no such file')\n"])
-def test_llama_cpp_is_asked_by_its_driver(tmp_path: Path, text: str) -> None:
-    """It gets the ids and the options; one that dies is one line."""
-    (tmp_path / "CMakeCache.txt").write_text("LLAMA_CPP:PATH=/sources/llama.cpp\n")
-    (tmp_path / "driver").write_text(text)
-    (tmp_path / "driver").chmod(stat.S_IRWXU)
-    build = Build.find(tmp_path)
-    assert build.sources == Path("/sources/llama.cpp")
-    drafting = build.drafting(Path("target"), "ngram", "ngram", 5, Path("ngram.gguf"))
-    if text != DRIVER:
-        with pytest.raises(InputError, match=r"^llama\.cpp: its process ended with status 1 \(error: no such file\)$"):
-            build.start(Path("target.gguf"), 640, PROMPTS, drafting)
-        return
-    with build.start(Path("target.gguf"), 640, PROMPTS, drafting) as child:
-        assert child.described["computes"] == "1 threads; AVX2"
-        call = {"prompts": [[1, 2]], "num_tokens": 8, "stop_token_ids": [7]}
-        assert child.call("decode", **call) == {"do": "decode", "decode_s": 1.0, "passes": 4, "steps": 4, **call}

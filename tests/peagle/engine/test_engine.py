@@ -314,22 +314,6 @@ def test_slots_that_took_plain_steps_draft_again_when_the_load_falls_and_lose_no
         assert record.draft_token_ids == by_length[record.length].draft_token_ids[: len(record.draft_token_ids)]
 
 
-def test_two_threads_stream_from_one_engine(target, plain) -> None:
-    engine = Engine(target, NGram(), config(3, slots=2))
-    tokens: dict[int, list[int]] = {}
-
-    def read(number: int) -> None:
-        handle = engine.add(Request(PROMPTS[number], 40))
-        tokens[number] = [token for chunk in follow(engine, handle) for token in chunk.token_ids]
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=600)
-    assert tokens == {number: plain[number][:40] for number in range(3)}
-
-
 def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target, plain) -> None:
     """Another thread has ended the request, but not yet delivered its chunk."""
     engine = Engine(target, None, config(0, slots=2))

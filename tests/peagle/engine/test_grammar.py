@@ -429,24 +429,6 @@ def test_drafts_do_not_change_the_grammar_of_a_request(vocabulary: Vocabulary, n
     assert answer(k) == answer(0) == (expected, name == "a dead end")
 
 
-def test_a_vocabulary_that_cannot_spell_the_text_ends_its_own_request_alone(
-    target: MarkovTarget, vocabulary: Vocabulary
-) -> None:
-    compiled = vocabulary.compile(Grammar.choice(["abz"]))
-    bad, free = Request((2,), NEW, name="bad", grammar=compiled), Request((3, 4), NEW, stop_token_ids=())
-    for k in (0, 3):
-        engine = engine_of(target, k)
-        alone = results.decode(engine, [free], None)[0].output_ids
-        first, failed, last = results.decode(engine, [free, bad, free], None)
-        assert first.output_ids == last.output_ids == alone
-        assert failed.finish_reason == "error"
-        assert failed.error is not None
-        assert failed.error.startswith("bad: no token of the target's vocabulary continues a text of the list")
-        assert first.error is None
-        with pytest.raises(GrammarError, match="vocabulary continues a text of the list"):
-            list(follow(engine, engine.add(bad)))
-
-
 def test_without_the_library_a_grammar_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InputError, match=r"pip install '\.\[serve\]'"):

@@ -243,20 +243,6 @@ def test_an_engine_that_stands_still_is_waited_for(monkeypatch: pytest.MonkeyPat
     assert {handle.finished for handle in handles} == {"length"}
 
 
-def test_an_engine_without_requests_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be read with the next request, and the time between would count as a step's."""
-    engine = shared()
-    never_ready(monkeypatch, engine.one)  # the other request goes on
-    long, short = engine.add_all(REQUESTS[:3:2])
-    while not short.finished:
-        engine.step()
-    jax.block_until_ready([sent.result for sent in engine.engines[1]._in_flight])
-    engine.step()
-    assert not long.finished
-    assert not engine.engines[1]._in_flight
-    assert engine.engines[1]._clock.last_read_s is None
-
-
 def test_chunks_that_arrive_beside_a_failure_are_not_lost() -> None:
     engine = shared()
     first, second = engine.add_all(REQUESTS[:2])

@@ -21,7 +21,7 @@ from tests.peagle.parallel.prefill_process import receive, send
 from tests.support.pairs import Directories
 from tests.support.toys import follow
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.slow]  # in one process test_handoff.py holds it
 
 K, CAPACITY, NEW = 3, 200, 40
 ROOT = Path(__file__).parents[3]

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.config import SamplingParams
-from peagle.engine.host.handle import Handle
 from peagle.engine.memory.kv_memory import KVMemory, Sizing
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
@@ -21,7 +19,7 @@ from peagle.serve.completions import CompletionFormatter
 from peagle.serve.errors import ApiError
 from peagle.serve.generation import Generation
 from peagle.serve.shared_state import SharedState
-from tests.support.running import Gate, eventually
+from tests.support.running import Gate
 from tests.support.servers import CONTEXT, MODEL, SLOTS, K, client_of, service_of, values
 
 TIMES = ("queue", "prefill", "decode", "inference")
@@ -128,29 +126,6 @@ def test_tokens_waits_and_steps_count_as_they_arrive(make: Make, stop: tuple[str
         assert result.finish_reason == ("stop" if stop else "length")
 
     asyncio.run(read())
-
-
-def test_the_wait_for_a_slot_begins_when_the_server_gets_the_request(make: Make, monkeypatch: Any) -> None:
-    """Not when the engine's thread, which may be in a step, adds it."""
-    service, handles = make(), list[Handle]()
-    gate, add = Gate(service), service.loop.engine.add
-    monkeypatch.setattr(service.loop.engine, "add", lambda *a, **k: handles.append(add(*a, **k)) or handles[-1])
-
-    async def read(outputs: Generation) -> None:
-        async for _ in outputs.pieces():
-            pass
-
-    async def both() -> float:
-        gate.close()
-        first = outputs_of(service)
-        await asyncio.to_thread(eventually, lambda: handles)  # the thread is at the gate, and adds nothing
-        second, opened_s = outputs_of(service), time.perf_counter()
-        gate.open()
-        await asyncio.gather(read(first), read(second))
-        return opened_s
-
-    opened_s = asyncio.run(both())
-    assert handles[1].added_s < opened_s
 
 
 def test_a_request_that_leaves_the_queue_or_its_midst_has_no_figures_of_a_whole_one(make: Make) -> None:

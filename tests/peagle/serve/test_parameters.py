@@ -273,23 +273,6 @@ def test_a_known_prompt_counts_as_cached(client: TestClient) -> None:
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] <= 140
 
 
-def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: Pair) -> None:
-    counters = python(alone, {}).counters
-    figures = complete(client)["metrics"]["speculative_decoding"]
-    assert figures == {
-        "mean_acceptance_length": counters.mean_acceptance_length,
-        "draft_acceptance_rate": counters.acceptance_rate,
-        "acceptance_histogram": list(counters.histogram),
-        "num_spec_steps": counters.num_steps,
-        "num_accepted_draft_tokens": counters.num_accepted,
-        "num_draft_tokens": counters.num_drafted,
-        "num_proposed_draft_tokens": counters.num_proposed,
-        "num_looked_up_draft_tokens": 0,
-        "num_truncated_tokens": counters.num_truncated,
-        "num_spec_tokens": K,
-    }
-
-
 def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(client: TestClient) -> None:
     """The engine's property; here the fields of the body and of the reply."""
     whole = complete(client)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
-import pydantic
 import pytest
 from fastapi.testclient import TestClient
 
@@ -268,37 +267,6 @@ def test_a_tool_of_a_namespace_is_called_by_both_names(saying: Making, prompt: P
     (item,) = answer(client, RESPONSES, body)["output"]
     assert (item["name"], item["namespace"], item["arguments"]) == ("get", "crm", "{}")
     assert called("crm.get") in prompt(**{**body, "input": [*USER, item, result(item["call_id"])]})
-
-
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, about its own items
-def test_parsed_output_is_accepted_as_input(saying: Making) -> None:
-    """Calls that it read, whole and in a stream, and texts."""
-
-    class Where(pydantic.BaseModel):
-        city: str
-
-    tool: Any = {"type": "function", "name": "Where", "strict": True, "parameters": Where.model_json_schema()}
-    written = '{"city":"Rome"}'
-    history = [*USER, call("Where", arguments=written), result("Where", "rain")]
-    client = openai_of(
-        saying(
-            ({**BODY, "tools": [tool]}, f"<|channel|>commentary to=functions.Where json<|message|>{written}<|call|>"),
-            ({"input": history, "tools": [tool]}, f"<|channel|>final<|message|>{written}<|return|>"),
-        )
-    )
-    options: Any = {"model": MODEL, "tools": [tool], "text_format": Where, "temperature": 0}
-    with client.responses.stream(input="hello", **options) as events:
-        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        streamed = events.get_final_response()
-    assert "".join(deltas) == written
-    for first in (streamed, client.responses.parse(input="hello", **options)):
-        (question,) = first.output
-        assert (question.name, question.status, question.parsed_arguments) == ("Where", "completed", {"city": "Rome"})
-        items = [*USER, question.model_dump(), result(question.call_id, "rain")]
-        second = client.responses.parse(input=items, **options)
-        assert second.output_parsed == Where(city="Rome")
-    items += [*(item.model_dump() for item in second.output), GO_ON]
-    assert client.responses.create(model=MODEL, input=items, max_output_tokens=1).error is None
 
 
 # as Codex asks: instructions, what it may do, where it is, what to do; its shell, its patches, and what OpenAI hosts

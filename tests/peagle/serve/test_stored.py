@@ -178,23 +178,6 @@ def test_a_bad_page_is_refused(saying: Making, query: str, param: str) -> None:
     assert error_of(client.get(f"{path}?stream=true"))["param"] == "stream"
 
 
-def test_pages_of_a_response_whose_items_come_again_end_and_have_all_of_them(saying: Making) -> None:
-    client = client_of(saying((BODY, SAYS), responses=store()))
-    again = [reference(item) for item in answer(client, RESPONSES, BODY)["output"]]
-    path = f"{RESPONSES}/{answer(client, RESPONSES, {**BODY, 'input': [*again, GO_ON, *again]})['id']}/input_items"
-    whole = client.get(path).json()["data"]
-    pages: list[list[dict[str, Any]]] = []
-    query = "limit=1"
-    while len(pages) < 10:
-        page = client.get(f"{path}?{query}").json()
-        pages.append(page["data"])
-        query = f"limit=1&after={page['last_id']}"
-        if not page["has_more"]:
-            break
-    assert [item["id"] for page in pages for item in page] == [item["id"] for item in whole]
-    assert [len(page) for page in pages] == [4, 1]
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_kept_response_equals_the_reply(saying: Making, streamed: bool) -> None:
     """Also of an answer that the limit cut, with a custom tool."""

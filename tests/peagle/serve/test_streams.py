@@ -5,34 +5,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.servers import CHAT, COMPLETIONS, answer, stream
+from tests.support.servers import CHAT, COMPLETIONS, stream
 
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30, "temperature": 0},
     COMPLETIONS: {"prompt": [40, 41, 42], "max_tokens": 30, "temperature": 0},
 }
-
-
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("fields", [{"stop": ["$%"]}, {"n": 2, "temperature": 1, "seed": 5, "logprobs": True}])
-def test_the_parts_are_the_whole(client: TestClient, path: str, fields: dict[str, Any]) -> None:
-    """Text, log-probabilities, reason, usage and figures. The formats are held in test_whole_and_streams."""
-    body = {**BODIES[path], **fields}
-    if path == COMPLETIONS and "logprobs" in fields:
-        body["logprobs"] = 2
-    whole = answer(client, path, body)
-    *parts, last = stream(client, path, {**body, "stream_options": {"include_usage": True}})
-    assert (last["choices"], {part["usage"] for part in parts}) == ([], {None})
-    whole["usage"]["prompt_tokens_details"] = last["usage"]["prompt_tokens_details"]  # it was cached by now
-    assert (last["usage"], last["metrics"]) == (whole["usage"], whole["metrics"])
-    for choice in whole["choices"]:
-        streamed = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
-        texts = [part["delta"].get("content", "") if path == CHAT else part["text"] for part in streamed]
-        assert "".join(texts) == (choice["message"]["content"] if path == CHAT else choice["text"])
-        assert (texts[-1], streamed[-1]["finish_reason"]) == ("", choice["finish_reason"])
-        for key in (choice["logprobs"] or {}).keys() - {"refusal"}:
-            entries = [entry for part in streamed if part["logprobs"] for entry in part["logprobs"][key]]
-            assert entries == choice["logprobs"][key]
 
 
 @pytest.mark.parametrize("path", BODIES)

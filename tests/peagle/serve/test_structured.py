@@ -1,7 +1,6 @@
 """Structured output by HTTP: every field constrains the answer, to what the Python interface gives."""
 
 import json
-import logging
 import re
 import time
 from typing import Any
@@ -13,7 +12,6 @@ from peagle.engine.grammar import Grammar
 from peagle.pair import Pair
 from peagle.serve.bodies import ChatBody, CompletionBody
 from peagle.serve.request_body import parse
-from peagle.serve.request_log import RequestLog
 from peagle.serve.structured import grammar_of
 from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import STOP, toy_pair
@@ -100,24 +98,6 @@ def test_a_field_constrains_the_answer_as_in_python(
 
 
 LACKING = {"enum": ["yes", "no"], "if": {"const": "no"}, "then": False}  # a keyword that cannot be enforced
-
-
-def test_unsupported_keyword_is_dropped_and_logged_unless_strict(
-    make: Any, alone: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = client_of(make(log=RequestLog(logging.getLogger("notes"))))
-    schema = {"name": "n", "schema": LACKING}
-    body = options_of(ending(alone), response_format={"type": "json_schema", "json_schema": schema})
-    with caplog.at_level(logging.INFO, "notes"):
-        for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "hello"})):
-            (choice,) = answer(client, path, {**prompt, **body})["choices"]
-            text = choice["message"]["content"] if path == CHAT else choice["text"]
-            assert text in ('"yes"', '"no"')
-    notes = [json.loads(message)["note"] for message in caplog.messages if "note" in message]
-    assert notes == [
-        f"the schema keyword {keyword} is not supported: schemas that are not strict lose it"
-        for keyword in ("if", "then")
-    ]
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
