@@ -11,6 +11,8 @@ from peagle.text.prompts import Rendering, from_text
 from tests.support.models import TARGET, engine_of, models
 from tests.support.toys import decode
 
+pytestmark = pytest.mark.compile
+
 PROMPT = tuple(np.random.default_rng(4).integers(0, TARGET.vocab_size, 37).tolist())
 K = 3
 

@@ -18,6 +18,8 @@ from peagle.pair import Pair
 from target.model import GptOss
 from tests.support.toys import check_whole, tiny_target
 
+pytestmark = pytest.mark.compile
+
 
 @pytest.mark.parametrize(("waited_s", "agree", "kept"), [(0.2, True, True), (0.6, True, False), (0.2, False, False)])
 def test_costs_that_another_program_disturbed_are_measured_again(
