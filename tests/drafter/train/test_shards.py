@@ -94,21 +94,6 @@ def test_the_remains_of_a_killed_write_do_not_count_as_files(tmp_path: Path) -> 
     expect_folder(tmp_path, {"seed": 1})
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", "1f", r"--prompt-file a\.jsonl of other content than now;"),
-        ("b.jsonl", "0f", r"--prompt-file a\.jsonl \(now b\.jsonl\);"),
-        ("b.jsonl", "1f", r"--prompt-file a\.jsonl \(now b\.jsonl\);"),
-    ],
-)
-def test_other_prompts_are_told_by_the_names_of_their_files(tmp_path: Path, name: str, content: str, said: str) -> None:
-    open_folder(tmp_path, {"prompts": [["a.jsonl", "0f" * 32]]})
-    write_shard(tmp_path, 0, documents(0))
-    with pytest.raises(InputError, match=f"was made with {said} expected the same"):
-        open_folder(tmp_path, {"prompts": [[name, content * 32]]})
-
-
 def test_a_folder_continues_with_the_same_settings_only(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     open_folder(folder, {"seed": 3, "target": "x"})

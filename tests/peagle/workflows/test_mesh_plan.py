@@ -54,11 +54,3 @@ def test_bad_plans_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["info", *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
-
-
-def test_replicas_share_the_slots(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = []
-    for mesh, slots in (("tp=3", "2"), ("dp=2,tp=3", "4")):
-        assert main(["info", "--mesh", mesh, "--slots", slots, "--context", "256"]) == 0
-        rows += [line for line in capsys.readouterr().out.splitlines() if "pages of each" in line]
-    assert rows[0] == rows[1].replace("--slots 4", "--slots 2")
