@@ -414,6 +414,20 @@ def test_an_engine_that_failed_says_so_to_everybody(target) -> None:
         engine.add(Request(PROMPTS[0], 9))
 
 
+def test_adaptive_steps_verify_the_sure_drafts_of_synthetic_acceptance(target, requests, plain) -> None:
+    """Of the drafts that they verify more are accepted than with a fixed K."""
+    accepted_frac = {}
+    for adaptive in (False, True):
+        shape = config(3, adaptive=adaptive, synthetic_acceptance=(0.6, 0.36, 0.22))
+        engine = Engine(target, drafter_of("adversarial", plain, row=0), shape)
+        if adaptive:
+            engine.costs = CostTable({1: ((1, 1.0), (4, 2.2))}, {1: ((0, 0.0), (3, 0.1))})
+        records = [record for steps in decode(engine, requests)[1] for record in steps]
+        num_verified = sum(len(record.draft_token_ids) for record in records)
+        accepted_frac[adaptive] = sum(record.num_accepted for record in records) / num_verified
+    assert accepted_frac[True] > accepted_frac[False] + 0.1, accepted_frac
+
+
 def test_cost_of_drafting_is_measured_once_per_number_of_rows(target, plain) -> None:
     engine = Engine(target, NGram(), config(3, slots=2, adaptive=True))
     assert engine.costs is None

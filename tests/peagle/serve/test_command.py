@@ -82,16 +82,18 @@ def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Pat
             replies.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
             replies.append(client.post("/v1/responses", json={"input": "ab", "max_output_tokens": 1}))
             replies.append(client.post("/v1/responses", json={"input": "ab", "store": True}))
+            replies.append(client.get("/v1/models", headers={"Origin": "https://b.example"}))
 
     options = ["--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine"]
-    options += ["--response-store", "0"]
+    options += ["--response-store", "0", "--allow-origin", "https://a.example", "--allow-origin", "https://b.example"]
     assert (
         started(
             use, "-k", "0", "--slots", "1", "--max-queue", "2", "--context", "128", *options, "-q", number=signal.SIGINT
         )
         == 0
     )
-    assert [reply.status_code for reply in replies] == [401, 200, 400, 200, 400]
+    assert [reply.status_code for reply in replies] == [401, 200, 400, 200, 400, 200]
+    assert replies[5].headers["access-control-allow-origin"] == "https://b.example"
     assert replies[3].json()["store"] is False
     assert "raise --response-store" in replies[4].json()["error"]["message"]
     assert replies[1].json()["data"][0]["id"] == "mine"

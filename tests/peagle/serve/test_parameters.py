@@ -1,14 +1,17 @@
 """What the fields of a body do: parameters, prompts, limits, log-probabilities, figures, and the tokenizer's routes."""
 
 import itertools
+import json
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.answers.result import Result
+from peagle.answers.result import Piece, Result
+from peagle.engine.request import Request, TokenChunk, TokenLogprobs
 from peagle.loading.checkpoints import DEMO_DIRECTORY
 from peagle.pair import Pair
+from peagle.serve.completions import CompletionFormatter
 from peagle.text.tokenizer import Tokenizer, detokenize, load_tokenizer
 from tests.support.pairs import toy_pair
 from tests.support.servers import (
@@ -261,6 +264,15 @@ def test_offsets_are_those_of_the_text(client: TestClient) -> None:
         logprobs = choice["logprobs"]
         for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             assert choice["text"][offset:].startswith(token)
+
+
+def test_a_first_token_that_is_not_in_the_text_has_no_length(tokenizer: Tokenizer) -> None:
+    form = CompletionFormatter("toy", tokenizer, logprobs=True, echoed=["ab"], prompts=[(0, 97 - 26, 98 - 26)])
+    form.prompt_logprobs = [[TokenLogprobs(71, -1.0, ()), TokenLogprobs(72, -1.0, ())]]
+    event = form.event(*form.read(Piece(TokenChunk(Request((0,), 1), (), 0.0))))
+    (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+    assert choice["logprobs"]["tokens"] == ["<|startoftext|>", "a", "b"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

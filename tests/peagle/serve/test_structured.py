@@ -132,6 +132,21 @@ def test_impossible_schema_is_an_error_object(
         assert error["param"] == param
 
 
+def test_a_regex_that_blows_up_ends_its_own_answer_alone(make: Any, tokenizer: Tokenizer) -> None:
+    client = client_of(make())
+    free = {"prompt": [40, 41], "max_tokens": 20, "temperature": 0}
+    expected = answer(client, COMPLETIONS, free)["choices"]
+    hostile = {"guided_regex": "((((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}b", "max_tokens": 100}
+    bias = {str(tokenizer.encode("a")[0]): 100}
+    started = time.monotonic()
+    error = error_of(client.post(COMPLETIONS, json={**free, **hostile, "logit_bias": bias}))
+    assert "cannot be followed any further" in error["message"]
+    assert error["param"] == "guided_regex"
+    assert answer(client, COMPLETIONS, free)["choices"] == expected
+    assert client.get("/health").json()["status"] == "ok"
+    assert time.monotonic() - started < 60
+
+
 def test_a_grammar_that_compiles_for_too_long_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     service = make()
     monkeypatch.setattr("peagle.serve.shared_state.GRAMMAR_PATIENCE_S", 0.01)
