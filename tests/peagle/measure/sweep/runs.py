@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 import peagle.loading.load
-from peagle.answers.result import Counters, Result, decode
+from peagle.answers.result import Result, decode
 from peagle.cli import main
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
-from peagle.measure.sweep.figures import VariantRow
-from peagle.measure.sweep.plan import PLAIN, Workload
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
 from peagle.text.tokenizer import Tokenizer
@@ -145,12 +143,3 @@ def with_plan(folder: Folder, **plan: object) -> Folder:
     record = json.loads((folder.path / RUN).read_text())
     (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | plan}))
     return open_run(folder.path)
-
-
-def example_row(**known: Any) -> VariantRow:
-    """Make a row of which only the figures named are known; nothing loops and nothing differs."""
-    values: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(VariantRow))
-    values |= {"workload": Workload("prompts", True, 0.0), "variant": PLAIN, "counters": Counters(1, (9, 9), (18,))}
-    values |= {"num_requests": 8, "num_repeats": 2, "num_differing": 0, "looping_frac": 0.0}
-    values |= {"rate_per_position": (), "speedup_repeats": ()}
-    return VariantRow(**values | {"label": str(known.get("variant", PLAIN).k)} | known)
