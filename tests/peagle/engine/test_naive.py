@@ -15,8 +15,6 @@ pytestmark = pytest.mark.compile
 
 PROMPT = tuple(np.random.default_rng(4).integers(0, TARGET.vocab_size, 37).tolist())
 K = 3
-
-
 SAMPLED = SamplingParams(0.9, top_k=20, top_p=0.8, seed=3)
 
 
@@ -25,8 +23,8 @@ SAMPLED = SamplingParams(0.9, top_k=20, top_p=0.8, seed=3)
     [
         ("P-EAGLE", len(PROMPT), SamplingParams()),
         ("P-EAGLE", 1, SAMPLED),
-        ("EAGLE-3", len(PROMPT), SAMPLED),
-        ("DFlash", 1, SamplingParams()),
+        ("EAGLE-3", len(PROMPT), SamplingParams()),
+        ("DFlash", 1, SAMPLED),
     ],
 )
 def test_the_engine_is_the_specification(drafter: str, length: int, sampling: SamplingParams) -> None:
