@@ -270,7 +270,7 @@ def test_an_answer_is_a_text_of_the_grammar_and_that_of_constrained_plain_decodi
             if expected[-1] == STOP:
                 assert KINDS[kind][1](text_of(expected)), text_of(expected)
                 ended += 1
-            for k in (0, 3):
+            for k in (0, 1, 3, 7):
                 (tokens,), (records,) = run(engine_of(target, k, [*prompt, *expected]), [request])
                 assert tokens == expected, (k, sampling, text_of(tokens), text_of(expected))
                 accepted += sum(record.num_accepted for record in records)
