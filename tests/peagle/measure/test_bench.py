@@ -26,6 +26,7 @@ from peagle.measure.bench import (
     BenchOptions,
     Case,
     Measurement,
+    Progress,
     Stage,
     bench,
     time_steps,
@@ -329,3 +330,18 @@ def test_bad_input_is_refused_in_one_line_before_weights_are_read(
     result = run(*ARGUMENTS, *options.split())
     refused(result)
     assert re.search(line, result[2]), result[2]
+
+
+def test_an_interruption_leaves_what_there_is(tiny: Pair) -> None:
+    def stop_at(*last: object) -> Progress:
+        def progress(*call: object) -> None:
+            if call[:2] == last:
+                raise KeyboardInterrupt
+
+        return progress
+
+    done = bench(tiny, OPTIONS, stop_at("measuring", 4 + 2))  # a round, and two of the next
+    assert done.interrupted
+    assert sorted(len(measured.seconds) for measured in done.measurements) == [1, 1, 2, 2]
+    assert len(bench(tiny, OPTIONS, stop_at("measuring", 2)).measurements) == 2
+    assert bench(tiny, OPTIONS, stop_at("compiling", 2)).measurements == ()

@@ -347,3 +347,24 @@ def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
         assert token.logprob == pytest.approx(logprobs[before, token.token_id], abs=1e-4)
         assert [i for i, _ in token.best] == np.argsort(-logprobs[before])[:4].tolist()
     assert output_logprobs(toy.target, [3, 50], outputs[:1], 0, MAX_POSITIONS)[0].best == ()
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
+    pieces = itertools.count(1)
+
+    def interrupt_once(_: Request) -> None:
+        if next(pieces) == after:
+            raise KeyboardInterrupt
+
+    whole, watcher = only(toy).result, Watcher(interrupt_once)
+    cut = run(toy, [from_ids([50]), from_ids([51])], CONFIG, watcher.observer)
+    assert cut.interrupted
+    if after >= 1 + len(whole.steps):
+        assert [outcome.result.finish_reason for outcome in cut.outcomes] == ["length", None]
+        return
+    (outcome,) = cut.outcomes  # the request that was not begun is not there
+    assert outcome.result.finish_reason is None
+    assert 0 < len(outcome.result.output_ids) < NEW
+    assert whole.output_ids[: len(outcome.result.output_ids)] == outcome.result.output_ids
+    assert watcher.text[0] == outcome.result.text

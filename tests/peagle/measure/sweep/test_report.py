@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 
 from peagle.answers.result import Counters
+from peagle.base.errors import InputError
+from peagle.cli import main
 from peagle.measure import charts
 from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import total
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import LENGTH, SPEEDUP, differences
 from peagle.measure.sweep.figures import VariantRow, rows, rows_by_prompt
-from peagle.measure.sweep.plan import Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from tests.peagle.measure.sweep.runs import Lab, lines_of, with_lines, with_plan
+from tests.support.commands import words
 from tests.support.terminal import ROOT
 
 pytestmark = pytest.mark.compile
@@ -248,3 +250,17 @@ def test_runs_that_cannot_be_compared_are_refused_in_a_line(lab: Lab, runs: Runs
         assert not (lab.root / "both").exists()
         for path, text in files.items():
             path.write_text(text)
+
+
+def test_figures_are_shown_though_the_page_cannot_be_written(
+    lab: Lab, finished: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise InputError("no room")
+
+    lab.monkeypatch.setattr("peagle.measure.reports.write", full)
+    assert main(words("report", finished.path)) == 2
+    shown = capsys.readouterr()
+    assert "speed-up" in shown.out
+    assert "README.md" not in shown.out
+    assert "no room" in shown.err

@@ -367,3 +367,20 @@ def test_a_file_in_the_place_of_a_folder_is_one_line(lab: Lab) -> None:
             assert str(file) in lab.run(2, command)
         assert str(file) in lab.train(code=2, out=out)
     assert file.read_text() == "mine"
+
+
+def test_recorded_answers_go_on_after_an_interruption(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "rows.jsonl", lab.root / "whole"
+    rows = [{"input_ids": [9, 8, token], "loss_mask": [0, 0, 1]} for token in range(10, 15)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = f"data --target {lab.target} --prompt-file {path} --answers recorded --hidden --aux-layer-ids 0,1,2 --out"
+    for where, name, call in ((Unfinished, "add", 2), (peagle.workflows.dataset, "cut_prompt", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr("peagle.workflows.dataset.PASS_DOCUMENTS", 2)
+            press_ctrl_c_at(patch, where, name, call)
+            lab.run(130, command, lab.out)
+    assert "; 5 of the documents are of a run before" in lab.run(0, command, lab.out)
+    lab.run(0, command, whole)
+    same_documents(whole, lab.out)
