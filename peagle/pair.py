@@ -310,8 +310,8 @@ class Pair:
         """Return the engine of a config; equal configs share one. Any thread may call it.
 
         Replicas have an engine each. Raises InputError for a K that exceeds the positions or the drafter's window, for
-        K > 0 without a drafter, for caches that exceed the memory, for slots that replicas cannot share, and for a role
-        over several processes.
+        K > 0 without a drafter, for caches that exceed the memory, for slots that replicas cannot share, and for
+        hand-offs over several processes.
         """
         config = config if isinstance(config, ResolvedConfig) else self.resolve(config)
         self._check(config)
@@ -352,8 +352,8 @@ class Pair:
                 f"must see the token they follow: raise --drafter-window, or drafter_window in speculation.json, or "
                 f"lower -k to {max(window - 1, 0)}"
             )
-        if self.coordinator is not None and config.role != "both":
-            raise InputError(f"a target over several processes cannot take the role {config.role!r}; leave role out")
+        if self.coordinator is not None and config.prefill_only:
+            raise InputError("a target over several processes cannot hand requests over; leave prefill_only out")
 
     def _warn_beyond_training(self, config: ResolvedConfig) -> None:
         """Warn of more drafts than the drafter was trained for; once, of more positions if it has no window."""

@@ -29,7 +29,6 @@ from peagle.cluster.router import PrefixRouter
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, TokenChunk
-from peagle.engine.resolved import Role
 from peagle.loading.checkpoints import DEMO
 from peagle.loading.load import load
 from peagle.serve.app import create_app
@@ -70,15 +69,12 @@ def scaling(config: FleetConfig, count: int, most: int, busy: int) -> dict[str, 
 class Worker:
     """A replica of an engine."""
 
-    def __init__(self, config: FleetConfig, role: Role) -> None:
+    def __init__(self, config: FleetConfig, prefill_only: bool) -> None:
         config = completed(config)
         self._pair = load(config.load.target or DEMO, config.load.drafter, **config.load.arguments)
-        changes: dict[str, Any] = {}
-        if role == "decode":
-            changes["prefix_cache"] = "off"
-        elif role == "prefill":  # without steps there are no costs to measure
-            changes["adaptive"] = False
-        engine = self._pair.engine(self._pair.resolve(config.engine, k_per_request=True, role=role, **changes))
+        # without steps there are no costs to measure
+        changes: dict[str, Any] = {"prefill_only": True, "adaptive": False} if prefill_only else {}
+        engine = self._pair.engine(self._pair.resolve(config.engine, k_per_request=True, **changes))
         for sampled, full in ((False, False), (True, False), (True, True)):
             engine.warm_up(sampled=sampled, full_logits=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
@@ -216,19 +212,19 @@ def build(config: FleetConfig | Mapping[str, Any]) -> serve.Application:
     actor = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
     options: Any = {"health_check_period_s": 5, "graceful_shutdown_timeout_s": config.drain}
 
-    def workers(name: str, role: Role, scaled: dict[str, Any]) -> Any:
-        if config.route_by_prefix and config.engine.prefix_cache not in ("off", 0) and role != "decode":
+    def workers(name: str, prefill_only: bool, scaled: dict[str, Any]) -> Any:
+        if config.route_by_prefix and config.engine.prefix_cache not in ("off", 0):
             choice: Any = PrefixRouter
             scaled["request_router_config"] = RequestRouterConfig(request_router_class=choice)
         worker: Any = serve.deployment(Worker, name=name, max_ongoing_requests=UNLIMITED, **scaled)
-        return worker.options(ray_actor_options=actor, **options).bind(config, role)
+        return worker.options(ray_actor_options=actor, **options).bind(config, prefill_only)
 
     prefill = None
     if config.prefill:
         scaled = scaling(config, config.prefill, config.max_prefill, config.busy or BUSY_PREFILL)
-        prefill = workers("Prefill", "prefill", scaled)
+        prefill = workers("Prefill", True, scaled)
     scaled = scaling(config, config.decode, config.max_decode, config.busy or config.engine.slots)
-    decode = workers("Decode", "decode", scaled) if config.prefill else workers("Both", "both", scaled)
+    decode = workers("Decode" if config.prefill else "Both", False, scaled)
     app: Any = serve.deployment(Application, name="Application", max_ongoing_requests=UNLIMITED)
     application: serve.Application = app.options(ray_actor_options={"num_cpus": 0}, **options).bind(
         config, prefill, decode

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from peagle.base.errors import InputError
 from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
@@ -10,7 +9,6 @@ from peagle.engine.request import Request
 
 MOST_RESERVED = 8192  # positions per slot that default memory holds; longer requests share it
 SHORT_PROMPT = 64  # rows of a prompt that shares a pass
-Role: TypeAlias = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class ResolvedConfig(EngineConfig):
     adaptive             steps choose how many drafts to verify, num_drafts at most, by costs measured
                          at warm-up (peagle.engine.auto)
     k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
-    role                 "prefill" computes prompts and their first tokens, and hands the requests over; "decode"
-                         takes them (peagle.engine.host.handoff)
+    prefill_only         computes prompts and their first tokens, and hands the requests over to another engine
+                         (peagle.engine.host.handoff)
     """
 
     num_speculative_tokens: int = 0
@@ -34,7 +32,7 @@ class ResolvedConfig(EngineConfig):
     steps_per_dispatch: int = 1
     adaptive: bool = False
     k_per_request: bool = False
-    role: Role = "both"
+    prefill_only: bool = False
 
     @property
     def num_drafts(self) -> int:
@@ -51,8 +49,6 @@ class ResolvedConfig(EngineConfig):
                 "num_speculative_tokens",
             )
         check_rates(self.synthetic_acceptance, self.num_drafts)
-        if self.role == "decode" and self.prefix_cache:
-            raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
 
     @property
     def pass_shapes(self) -> tuple[tuple[int, int], ...]:

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from peagle.base.errors import InputError
 from peagle.engine.host.executor import Executor
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
@@ -70,6 +69,8 @@ class Coordinator:
 class CoordinatorExecutor(Executor):
     """The executor in process 0. Sends each of VERBS before it calls it."""
 
+    has_whole_pages = False
+
     def __init__(self, coordinator: Coordinator, number: int, *models_and_config: Any) -> None:
         super().__init__(*models_and_config)
         self._coordinator, self._number = coordinator, number
@@ -82,10 +83,6 @@ class CoordinatorExecutor(Executor):
     def compiling_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> Iterator[None]:  # noqa: ARG002
         """Compile nothing ahead: all processes compile the same programs in the same order, at their dispatch."""
         yield
-
-    def read_pages(self, layer: int, numbers: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ARG002
-        """Raise InputError: a process has only its own part of the pages."""
-        raise InputError("a target over several processes neither takes nor hands over requests; leave the role out")
 
 
 def _sending(name: str) -> Callable[..., Any]:

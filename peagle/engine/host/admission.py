@@ -24,14 +24,10 @@ class Admission:
     def check(self, request: Request, hand_off: HandOff | None) -> None:
         """Raise InputError for a request that this engine cannot run, or cannot continue from this hand-off."""
         if hand_off is not None:
-            if self.config.role == "prefill":
+            if self.config.prefill_only:
                 raise InputError("this engine only prefills; send the hand-off to one that decodes")
             self.check_hand_off(hand_off)
             handoff.check_request(hand_off, request, self._stops_of(request), self.vocab_size)
-        elif self.config.role == "decode":
-            raise InputError(
-                "this engine only decodes; expected a hand-off with the request, from an engine that prefills"
-            )
         self.config.check(request, self.vocab_size)
         if request.grammar is not None:
             check_grammar(request, self._stops_of(request), self.vocab_size)
@@ -48,7 +44,6 @@ class Admission:
         if hand_off is not None:
             handle.hand_off, handle.length = hand_off, hand_off.length
             handle.output_ids += hand_off.token_ids[len(request.prompt_ids) :]
-            handle.num_received = len(handle.output_ids)
         return handle
 
     def _stops_of(self, request: Request) -> tuple[int, ...]:

@@ -152,7 +152,7 @@ class Engine(EngineBase):
             self._send_steps(action)
         # read a first token at once if no other request keeps the device busy, or if the request is handed over
         completes = isinstance(action, Chunk) and action.pieces[0].last
-        at_once = completes and (self._scheduler.num_active == 1 or self.config.role == "prefill")
+        at_once = completes and (self._scheduler.num_active == 1 or self.config.prefill_only)
         self._unread = 0 if action is None or at_once else 1
 
     def _collect(self, but: int = 0) -> None:
@@ -180,7 +180,7 @@ class Engine(EngineBase):
             self.memory.pool.free_cached()  # on XLA a row that is not finite spoils earlier rows of its pass
             handle.deliver(dataclasses.replace(chunk, finish_reason="error", logprobs=(), error=str(error)), error)
             return
-        chunk, failed = collect.append(handle, chunk, self.config.role == "prefill")
+        chunk, failed = collect.append(handle, chunk, self.config.prefill_only)
         if chunk.finish_reason == "handed_off":
             handle.hand_off = self._pack(handle)
         self.memory.publish_output(handle, ends=chunk.finish_reason is not None)
@@ -219,7 +219,7 @@ class Engine(EngineBase):
         """
         num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
         crowded = num_waiting > self.config.slots and not self._can_gain(self.config.slots)
-        return handle.request.num_speculative_tokens != 0 and (not crowded or self.config.role == "prefill")
+        return handle.request.num_speculative_tokens != 0 and (not crowded or self.config.prefill_only)
 
     def _send_chunk(self, action: Chunk[Handle]) -> None:
         """Compute pieces of prompts in one pass, and admit the completed ones to their slots."""
@@ -374,7 +374,8 @@ class Engine(EngineBase):
     def _pack(self, handle: Handle) -> HandOff:
         """Make the hand-off of a request whose prompt has been computed."""
         assert handle.table is not None
-        with_drafter = self.drafter is not None and handle.drafting is Drafting.ALWAYS
+        drafts = self.drafter is not None and handle.drafting is Drafting.ALWAYS
+        with_drafter = drafts or self.memory.has_drafter_pages(handle)  # for later requests with these tokens
         table, tokens = handle.table, tuple(handle.token_ids)
         return handoff.pack(self.executor, self.memory, table, tokens, self.fingerprints, with_drafter)
 

@@ -42,6 +42,8 @@ class Executor:
     Executors of equal models and sizes share compiled programs. lookup: drafts in adaptive steps, too.
     """
 
+    has_whole_pages = True  # this process has, on all of its devices together
+
     def __init__(
         self, target: Target, drafter: Drafter | None, config: ResolvedConfig, lookup: Drafter | None = None
     ) -> None:

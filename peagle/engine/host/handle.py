@@ -35,7 +35,6 @@ class Handle:
     error: InputError | None = None  # if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
     hand_off: HandOff | None = field(default=None, repr=False)  # received, until the request begins; or made at its end
-    num_received: int = 0  # output_ids that came with the hand-off
     has_reader: bool = True  # False after its reader has aborted it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 

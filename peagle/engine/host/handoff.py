@@ -1,18 +1,19 @@
 """Hand a sequence to another engine: its keys, values and tokens as the bytes of one safetensors file.
 
 A message depends on the sequence alone, not on the sender's slots, memory, chunks or devices. It holds the valid rows
-of each layer in order of index: all rows of a full layer, those within the window of a windowed one. A kv head that
-several devices hold is sent once.
+of each layer in order of index: all rows of a full layer, those of a windowed one that some request sees which
+continues at the last whole page. A kv head that several devices hold is sent once.
 
     sender, pages 7 2 9      | 0 .. 63 | 64 .. 127 | 128 .. 140 |     window 20, length 141
-    message                  121 .. 140
-    receiver, page 4         | . 121 .. | 128 .. 140 .. |            its own pages, of any size
+    message                            | 64 .. 127 | 128 .. 140 |     108 .. 127 are in the window of row 127
+    receiver, pages 4 0                | 64 .. 127 | 128 .. 140 |
 
-The receiver writes the rows to its own pages. It computes the last row again, for the aux_hidden that the drafter reads
-next. The last token is pending, and in no page.
+The receiver writes the rows to its own pages, except those that its prefix cache has, and publishes them there as if it
+had computed them. So one that continues the request also knows its tokens in the next turn. It computes the last row
+again, for the aux_hidden that the drafter reads next. The last token is pending, and in no page.
 
 The header names the format and the fingerprints of the models. It holds no code, and nothing is unpickled. Without
-authentication a message is as trustworthy as the network that brought it.
+authentication a message is as trustworthy as the network that brought it, for later requests with its tokens, too.
 """
 
 import itertools
@@ -34,7 +35,7 @@ from peagle.ops.attention import PAGE_SIZE
 from peagle.protocols import OverDevices
 
 TensorShape: TypeAlias = tuple[tuple[int, ...], np.dtype]
-FORMAT = "peagle hand-off 2"
+FORMAT = "peagle hand-off 3"
 NO_DRAFTER = "none"  # in place of the drafter's fingerprint
 MOST_HEADER_BYTES = 1 << 20
 ALIGNED = 64  # bytes; the tensors begin at a multiple
@@ -85,17 +86,14 @@ class _Layer:
     number: int  # of Executor.read_pages
     group: int  # of KVMemory
     offset: int  # the index of position 0
-    window: int | None
+    first: int  # the first index that a message has
     row: tuple[int, int]  # kv heads and head_dim of a row in a message
     dtype: np.dtype
     copies: int  # of each kv head, side by side in the pages; a message has one
 
-    def first(self, length: int) -> int:
-        """Return the first index that a sequence of this length needs, its last row included."""
-        return self.offset if self.window is None else max(self.offset, length - self.window)
 
-
-def _layers(executor: Executor, memory: KVMemory) -> list[_Layer]:
+def _layers(executor: Executor, memory: KVMemory, length: int) -> list[_Layer]:
+    """List the layers for a sequence of this length."""
     target_copies = executor.target.kv_copies if isinstance(executor.target, OverDevices) else 1
     target_pages = executor.shapes.target_cache.pages
     drafter_pages = getattr(executor.shapes.drafter_state, "pages", ())
@@ -107,10 +105,11 @@ def _layers(executor: Executor, memory: KVMemory) -> list[_Layer]:
         for layer, pool in enumerate(pools):
             numbers = range(first_group, len(memory.groups))
             group = next(number for number in numbers if layer in memory.groups[number].layers)
-            offset, window = memory.groups[group].offset, memory.groups[group].window
+            offset = memory.groups[group].offset
+            first = max(offset, memory.pool.first_needed(group, length // PAGE_SIZE) * PAGE_SIZE)
             _, _, heads, width = pool.key.shape
             row, dtype = (heads // copies, width), np.dtype(pool.key.dtype)
-            layers.append(_Layer(f"{model}.{layer}", len(layers), group, offset, window, row, dtype, copies))
+            layers.append(_Layer(f"{model}.{layer}", len(layers), group, offset, first, row, dtype, copies))
     return layers
 
 
@@ -130,24 +129,21 @@ def pack(
     with_drafter: the drafter's rows are complete, and are sent, too.
     """
     length = len(token_ids) - 1
-    layers = [layer for layer in _layers(executor, memory) if with_drafter or layer.name.startswith("target.")]
+    layers = [layer for layer in _layers(executor, memory, length) if with_drafter or layer.name.startswith("target.")]
     shapes: dict[str, TensorShape] = {TOKEN_IDS: ((length + 1,), np.dtype(np.int32))}
     for layer in layers:
-        count = length - layer.first(length)
-        shapes |= {f"{layer.name}.{part}": ((count, *layer.row), layer.dtype) for part in ("key", "value")}
+        shape = (length - layer.first, *layer.row)
+        shapes |= {f"{layer.name}.{part}": (shape, layer.dtype) for part in ("key", "value")}
     drafter = NO_DRAFTER if executor.drafter is None else fingerprints.drafter
     metadata = {"format": FORMAT, "target": fingerprints.target, "drafter": drafter, "drafts": str(with_drafter)}
     data, tensors = _allocate(shapes, metadata)
     tensors[TOKEN_IDS][:] = token_ids
     for layer in layers:
-        first = layer.first(length)
-        if first >= length:
-            continue
-        begin = first // PAGE_SIZE
+        begin = layer.first // PAGE_SIZE
         numbers = table.pages[layer.group][begin : -(-length // PAGE_SIZE)]
-        assert UNMAPPED not in numbers, "pages inside the window"
+        assert UNMAPPED not in numbers, "pages that a later request sees"
         for part, pages in zip(("key", "value"), executor.read_pages(layer.number, numbers), strict=True):
-            rows = pages.reshape(-1, *pages.shape[2:])[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
+            rows = pages.reshape(-1, *pages.shape[2:])[layer.first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
             tensors[f"{layer.name}.{part}"][...] = rows[:, :: layer.copies]
     return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), with_drafter, tensors)
 
@@ -213,6 +209,8 @@ def _read(data: np.ndarray) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def check(executor: Executor, memory: KVMemory, capacity: int, fingerprints: Fingerprints, hand_off: HandOff) -> None:
     """Raise InputError for a hand-off that an engine cannot take. capacity: most positions of a request."""
+    if not executor.has_whole_pages:
+        raise InputError("a target over several processes takes no hand-offs; send the request without one")
     if hand_off.length >= capacity:
         raise InputError(
             f"the hand-off has {len(hand_off.token_ids)} tokens; expected at most {capacity}, the context of this "
@@ -228,29 +226,30 @@ def check(executor: Executor, memory: KVMemory, capacity: int, fingerprints: Fin
                 f"the hand-off is of another {model} ({theirs[:12] or 'of no files'}; this engine has "
                 f"{ours[:12] or 'one of no files'}); expected equal checkpoints, dtype, aux layers and windows"
             )
-    for layer in _layers(executor, memory):
+    for layer in _layers(executor, memory, hand_off.length):
         if hand_off.with_drafter or layer.name.startswith("target."):
-            needed = hand_off.length - layer.first(hand_off.length)
-            # a layer that keeps all rows here may have a window at the sender, whose size is not known here
-            least = min(1, needed) if layer.window is None else needed
             for part in ("key", "value"):
-                _check_tensor(hand_off, f"{layer.name}.{part}", layer, least, needed)
+                _check_tensor(hand_off, f"{layer.name}.{part}", layer)
 
 
-def _check_tensor(hand_off: HandOff, name: str, layer: _Layer, least: int, needed: int) -> None:
-    """Raise InputError unless a tensor has at least `least` of a layer's `needed` rows, or the whole sequence."""
-    rows, most = hand_off.tensors.get(name), max(needed, hand_off.length - layer.offset)
+def _check_tensor(hand_off: HandOff, name: str, layer: _Layer) -> None:
+    """Raise InputError unless a tensor has the rows that a layer needs. A sender without windows has more of them."""
+    rows, needed, most = (
+        hand_off.tensors.get(name),
+        hand_off.length - layer.first,
+        hand_off.length - layer.offset,
+    )
     if rows is None:
         problem = "is missing"
     elif rows.dtype != layer.dtype or rows.shape[1:] != layer.row:
         problem = f"has rows of {rows.dtype} {list(rows.shape[1:])}"
-    elif not least <= len(rows) <= most:
+    elif not needed <= len(rows) <= most:
         problem = f"has {len(rows)} rows of {needed}"
     else:
         return
     raise InputError(
         f"the hand-off's {name} {problem}; expected rows of {layer.dtype} {list(layer.row)}: both sides must have the "
-        "same models"
+        "same models and retain_full_kv"
     )
 
 
@@ -268,22 +267,19 @@ def check_request(hand_off: HandOff, request: Request, stop_token_ids: tuple[int
 
 
 def put(executor: Executor, memory: KVMemory, table: PageTable, hand_off: HandOff) -> None:
-    """Write a hand-off that has passed `check` to the pages of a request."""
+    """Write a hand-off that has passed `check` to the pages of a request, except those that it shares."""
     length = hand_off.length
-    for layer in _layers(executor, memory):
-        tensors = [hand_off.tensors.get(f"{layer.name}.{part}") for part in ("key", "value")]
-        first = layer.first(length)
-        if first >= length or not table.pages[layer.group] or tensors[0] is None:
+    for layer in _layers(executor, memory, length):
+        begin = max(layer.first, table.num_cached_tokens) // PAGE_SIZE
+        numbers = table.pages[layer.group][begin : -(-length // PAGE_SIZE)]
+        if not numbers or f"{layer.name}.key" not in hand_off.tensors:
             continue
-        begin, end = first // PAGE_SIZE, -(-length // PAGE_SIZE)
-        numbers = table.pages[layer.group][begin:end]
+        first = max(layer.first, begin * PAGE_SIZE)
         pages = []
-        for rows in tensors:
-            assert rows is not None
-            whole = np.zeros(((end - begin) * PAGE_SIZE, *layer.row), layer.dtype)
-            count = min(len(rows), length - first)
-            last = length - begin * PAGE_SIZE
-            whole[last - count : last] = rows[len(rows) - count :]
+        for part in ("key", "value"):
+            rows = hand_off.tensors[f"{layer.name}.{part}"]
+            whole = np.zeros((len(numbers) * PAGE_SIZE, *layer.row), layer.dtype)
+            whole[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE] = rows[len(rows) - (length - first) :]
             copied = whole if layer.copies == 1 else np.repeat(whole, layer.copies, axis=1)
-            pages.append(copied.reshape(end - begin, PAGE_SIZE, *copied.shape[1:]))
+            pages.append(copied.reshape(len(numbers), PAGE_SIZE, *copied.shape[1:]))
         executor.write_pages(layer.number, numbers, *pages)

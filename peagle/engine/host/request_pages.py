@@ -17,11 +17,12 @@ class RequestPages(KVMemory):
         Enough for all its tokens and its first steps, besides those that the prompts of `prefilling` still need. A
         preempted request needs more, so that it is not preempted again at once. A hand-off has the pages for its rows.
         """
-        token_ids = handle.computed_ids
-        with_drafter = self.has_drafter and (
-            handle.drafting is not Drafting.NEVER or self._prefills_for_later(token_ids)
-        )
-        table = self.open(token_ids if handle.hand_off is None else (), with_drafter)
+        token_ids, hand_off = handle.computed_ids, handle.hand_off
+        if hand_off is not None:
+            reads = hand_off.with_drafter
+        else:
+            reads = handle.drafting is not Drafting.NEVER or self._prefills_for_later(token_ids)
+        table = self.open(token_ids, self.has_drafter and reads)
         promised = sum(
             max(0, self.missing(other.table, len(other.computed_ids)))
             for other in prefilling
@@ -30,7 +31,7 @@ class RequestPages(KVMemory):
         ahead = self.sizing.rows_ahead * max(1, handle.num_preempted)
         needed = min(len(token_ids) + ahead, self._most_tokens(handle))
         enough = self.missing(table, needed) + promised <= self.available()
-        if enough and handle.hand_off is not None:
+        if enough and hand_off is not None:
             self.pool.skip(table, len(token_ids))
             enough = self.pool.reserve(table, len(token_ids))
         if not enough:
@@ -73,10 +74,11 @@ class RequestPages(KVMemory):
         return len(handle.table.groups) > self.num_target_groups
 
     def publish_prompt(self, handle: Handle, end: int) -> None:
-        """Publish the pages of a prompt up to `end`, which are computed before any later dispatch reads them."""
+        """Publish the pages of a prompt up to `end`, computed or received before any later dispatch reads them."""
         if self.has_drafter_pages(handle):
             handle.drafter_rows = max(handle.drafter_rows, end)
-        self._publish(handle, handle.computed_ids[:end], end, ends=True)
+        assert handle.table is not None
+        self.publish(handle.table, handle.computed_ids[:end], end, handle.drafter_rows, ends=True)
 
     def publish_output(self, handle: Handle, ends: bool) -> None:
         """Publish a request's pages as far as the host has read. ends: it emits no more."""
@@ -85,12 +87,7 @@ class RequestPages(KVMemory):
         whole = handle.length // PAGE_SIZE
         if ends or whole != handle.num_published:
             handle.num_published = whole
-            self._publish(handle, handle.token_ids, handle.length, ends)
-
-    def _publish(self, handle: Handle, token_ids: Sequence[int], length: int, ends: bool) -> None:
-        assert handle.table is not None
-        # a request that was handed over may lack rows that these layers keep: the message has only those in windows
-        self.publish(handle.table, token_ids, length, handle.drafter_rows, ends, known=not handle.num_received)
+            self.publish(handle.table, handle.token_ids, handle.length, handle.drafter_rows, ends)
 
     def free(self, handle: Handle) -> None:
         """Free a request's pages; cached ones stay until others need them."""

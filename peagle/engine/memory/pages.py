@@ -99,6 +99,16 @@ class PagePool:
         """Count the leading tokens that `open` would find."""
         return len(self._longest_hit(token_ids, groups)) * self.page_size
 
+    def first_needed(self, group: int, num_pages: int) -> int:
+        """Return the first page that a request sees if it continues after num_pages whole pages.
+
+        Its first row is the last known token, which runs again (peagle.engine.step.prefill).
+        """
+        window = self.groups[group].window
+        if window is None:
+            return 0
+        return min(num_pages, max(0, num_pages * self.page_size - window) // self.page_size)
+
     def open(self, token_ids: Sequence[int], groups: Sequence[int]) -> PageTable:
         """Begin a request with the longest known prefix of its tokens. It reads known pages and never writes them.
 
@@ -110,7 +120,7 @@ class PagePool:
             tuple(groups), [[] for _ in self.groups], [self._root, *path], num_tokens, [len(path)] * len(self.groups)
         )
         for group in groups:
-            first = self._first_needed(group, len(path))
+            first = self.first_needed(group, len(path))
             table.pages[group] = [node.pages[group] if n >= first else UNMAPPED for n, node in enumerate(path)]
             for node in path[first:]:
                 self._hold(group, node.pages[group], node)
@@ -131,7 +141,7 @@ class PagePool:
         """
         for group in table.groups:
             if self.groups[group].window is not None:
-                first = self._first_needed(group, num_tokens // self.page_size)
+                first = self.first_needed(group, num_tokens // self.page_size)
                 table.pages[group] += [UNMAPPED] * (first - len(table.pages[group]))
 
     def reserve(self, table: PageTable, num_tokens: int) -> bool:
@@ -173,7 +183,7 @@ class PagePool:
                     self._offer(table, group, number)
                 table.num_offered[group] = max(table.num_offered[group], final)
             elif keep_window and final == num_known:
-                for number in range(self._first_needed(group, final), final):
+                for number in range(self.first_needed(group, final), final):
                     self._offer(table, group, number)
 
     def trim(self, table: PageTable, num_final: Sequence[int]) -> None:
@@ -183,7 +193,7 @@ class PagePool:
         """
         for group in table.groups:
             if self.groups[group].window is not None:
-                first = self._first_needed(group, num_final[group] // self.page_size)
+                first = self.first_needed(group, num_final[group] // self.page_size)
                 for number in range(min(first, len(table.pages[group]))):
                     self._release(table, group, number)
 
@@ -240,20 +250,10 @@ class PagePool:
             return all(
                 node.pages[group] != UNMAPPED
                 for group in groups
-                for node in path[self._first_needed(group, count) : count]
+                for node in path[self.first_needed(group, count) : count]
             )
 
         return path[: next(count for count in range(len(path), -1, -1) if continues(count))]
-
-    def _first_needed(self, group: int, num_pages: int) -> int:
-        """Return the first page that a request sees if it continues after num_pages whole pages.
-
-        Its first row is the last known token, which runs again (peagle.engine.step.prefill).
-        """
-        window = self.groups[group].window
-        if window is None:
-            return 0
-        return min(num_pages, max(0, num_pages * self.page_size - window) // self.page_size)
 
     def _offer(self, table: PageTable, group: int, number: int) -> None:
         """Make a page known or, if an equal page is known, take that one in its place."""

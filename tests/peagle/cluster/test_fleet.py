@@ -16,7 +16,6 @@ from peagle.base.errors import InputError
 from peagle.cluster.fleet import LOADING, LOST, LOST_PROMPT, Fleet, ReplicaLost
 from peagle.engine.host.handoff import parse
 from peagle.engine.request import Request, TokenChunk
-from peagle.engine.resolved import Role
 from peagle.pair import Pair
 from peagle.serve.engine_loop import EngineLoop
 from peagle.serve.errors import ApiError
@@ -37,12 +36,12 @@ class Loops:
         self.disaggregated = disaggregated
         self.loses: list[str] = []
         self.loading = False
-        self.decodes = self._loop(pair, "decode" if disaggregated else "both")
-        self.prefills = self._loop(pair, "prefill") if disaggregated else self.decodes
+        self.decodes = self._loop(pair)
+        self.prefills = self._loop(pair, prefill_only=True) if disaggregated else self.decodes
 
     @staticmethod
-    def _loop(pair: Pair, role: Role) -> EngineLoop:
-        return EngineLoop(pair.engine(pair.engine_config(K, context=CONTEXT, slots=SLOTS, role=role)), 64)
+    def _loop(pair: Pair, **options: bool) -> EngineLoop:
+        return EngineLoop(pair.engine(pair.engine_config(K, context=CONTEXT, slots=SLOTS, **options)), 64)
 
     def _lose(self, call: str) -> None:
         if call in self.loses:

@@ -453,7 +453,7 @@ def test_an_answer_goes_on_in_another_engine(target: MarkovTarget, vocabulary: V
         request = Request((2, 9, 5), NEW, SamplingParams(), grammar=vocabulary.compile(GRAMMARS[kind]))
         restored = dataclasses.replace(request, grammar=vocabulary.restore(request.grammar.portable))
         (expected,), _ = run(engine_of(target, k), [request])
-        sender, receiver = engine_of(target, k, role="prefill"), engine_of(target, k, role="decode")
+        sender, receiver = engine_of(target, k, prefill_only=True), engine_of(target, k)
         handle = sender.add(request)
         for _ in follow(sender, handle):
             pass
@@ -464,14 +464,14 @@ def test_an_answer_goes_on_in_another_engine(target: MarkovTarget, vocabulary: V
 
 
 def test_a_hand_off_that_its_grammar_does_not_allow_is_refused(target: MarkovTarget, vocabulary: Vocabulary) -> None:
-    sender = engine_of(target, 0, role="prefill")
+    sender = engine_of(target, 0, prefill_only=True)
     free = Request((2, 9, 5), NEW, SamplingParams(logit_bias=((3, 90.0),)))
     handle = sender.add(free)
     for _ in follow(sender, handle):
         pass
     bound = dataclasses.replace(free, grammar=vocabulary.compile(GRAMMARS["json_schema"]))
     with pytest.raises(GrammarError, match="does not follow its grammar"):
-        engine_of(target, 0, role="decode").add(bound, hand_off=handle.hand_off)
+        engine_of(target, 0).add(bound, hand_off=handle.hand_off)
 
 
 def test_a_grammar_is_restored_with_what_the_prompt_holds_of_its_text(vocabulary: Vocabulary) -> None:

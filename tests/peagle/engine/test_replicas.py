@@ -21,7 +21,7 @@ from peagle.engine.host.handle import EngineError, Handle
 from peagle.engine.host.programs import trace_counts
 from peagle.engine.host.warmup import WarmUp
 from peagle.engine.request import Request, StepRecord
-from peagle.engine.resolved import ResolvedConfig, Role
+from peagle.engine.resolved import ResolvedConfig
 from tests.support.toys import MarkovTarget, decode, follow, stepped, taken
 
 VOCAB, K = 29, 3
@@ -267,9 +267,9 @@ def test_a_request_that_waits_hears_of_the_failure_of_an_idle_engine() -> None:
         list(follow(engine, waiting))
 
 
-@pytest.mark.parametrize("role", ["both", "prefill"])
-def test_a_beginning_known_to_one_engine_does_not_leave_the_other_idle(role: Role) -> None:
-    engine = replicas(config=dataclasses.replace(CONFIG, slots=8, role=role))
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_a_beginning_known_to_one_engine_does_not_leave_the_other_idle(prefill_only: bool) -> None:
+    engine = replicas(config=dataclasses.replace(CONFIG, slots=8, prefill_only=prefill_only))
     decode(engine, REQUESTS[1:2])
     by_engine = entered(engine)
     engine.add_all([Request((*PROMPTS[1], 5), 4, index=place) for place in range(6)])

@@ -395,10 +395,10 @@ def test_a_sequence_goes_on_over_other_devices(root: Path) -> None:
     targets = [over(root, TP8, "packed", FAST), over(root, TP4, "packed", FAST), whole(root, "packed", FAST)]
     request = Request((PROMPTS[1] * 8)[:140], 12)
     expected = decode(Engine(targets[-1], None, PLAIN), [request])[0][0]
-    receivers = [Engine(target, None, dataclasses.replace(PLAIN, role="decode")) for target in targets[1:]]
+    receivers = [Engine(target, None, PLAIN) for target in targets[1:]]
     sizes = set()
     for target in targets[::2]:
-        sender = Engine(target, None, dataclasses.replace(PLAIN, role="prefill"))
+        sender = Engine(target, None, dataclasses.replace(PLAIN, prefill_only=True))
         handle = sender.add(request)
         first = [token for chunk in follow(sender, handle) for token in chunk.token_ids]
         assert handle.hand_off is not None

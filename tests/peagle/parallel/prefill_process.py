@@ -36,7 +36,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 def main(port: str, target: str, drafter: str, k: str) -> None:
     pair = peagle.load(target, drafter)
-    engine = pair.engine(pair.engine_config(int(k), context=160, prefill_chunk=32, role="prefill"))
+    engine = pair.engine(pair.engine_config(int(k), context=160, prefill_chunk=32, prefill_only=True))
     with socket.create_connection(("127.0.0.1", int(port))) as connection:
         while line := receive(connection):
             fields = json.loads(line)

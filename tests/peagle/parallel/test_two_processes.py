@@ -63,7 +63,7 @@ def test_two_processes_answer_as_one_engine_does(prefilling: socket.socket, dire
     """Greedy and sampled; another checkpoint's hand-off is refused."""
     pair = peagle.load(directories.target, directories.drafter)
     local = pair.engine(pair.engine_config(K, context=CAPACITY))
-    decoder = pair.engine(pair.engine_config(K, context=CAPACITY, slots=2, role="decode"))
+    decoder = pair.engine(pair.engine_config(K, context=CAPACITY, slots=2))
     rng = np.random.default_rng(3)
     for number, length in enumerate((5, 130, 33)):
         prompt = tuple(rng.integers(3, pair.target.vocab_size, length).tolist())
@@ -75,6 +75,6 @@ def test_two_processes_answer_as_one_engine_does(prefilling: socket.socket, dire
         assert (tokens + emitted[0], emitted[1]) == expected[:2]
         if native.available():
             assert logprobs + emitted[2] == expected[2]
-    plain = peagle.load(directories.target, "ngram").engine(pair.engine_config(K, context=CAPACITY, role="decode"))
+    plain = peagle.load(directories.target, "ngram").engine(pair.engine_config(K, context=CAPACITY))
     with pytest.raises(InputError, match="of another drafter"):
         plain.add(request, hand_off=parse(message))
