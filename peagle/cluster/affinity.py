@@ -5,6 +5,7 @@ them. The router cannot see evictions: a wrong guess only recomputes a prompt.
 """
 
 import collections
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -15,18 +16,27 @@ MOST_BLOCKS = 1 << 17  # 2 M tokens, in about 15 MB
 
 
 class Affinity(Generic[Replica]):
-    """The replica that last got each prefix of earlier prompts."""
+    """The replica that last got each prefix of earlier prompts and answers. Any thread may call it."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most, self._replica_by_block = most_blocks, collections.OrderedDict[int, Replica]()
+        self._lock = threading.Lock()
 
-    def note(self, prompt_ids: Sequence[int], replica: Replica) -> None:
-        """Record that a replica got a prompt. Forgets the oldest blocks beyond most_blocks."""
-        for block in _blocks(prompt_ids):
-            self._replica_by_block[block] = replica
-            self._replica_by_block.move_to_end(block)
-        while len(self._replica_by_block) > self._most:
-            self._replica_by_block.popitem(last=False)
+    def note(self, token_ids: Sequence[int], replica: Replica) -> None:
+        """Record that a replica got these tokens. Forgets the oldest blocks beyond most_blocks."""
+        with self._lock:
+            for block in _blocks(token_ids):
+                self._replica_by_block[block] = replica
+                self._replica_by_block.move_to_end(block)
+            while len(self._replica_by_block) > self._most:
+                self._replica_by_block.popitem(last=False)
+
+    def note_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
+        """Record that the replica that last got a prompt, of a block or more, has its answer, too."""
+        with self._lock:
+            *_, replica = (None, *map(self._replica_by_block.get, _blocks(prompt_ids)))
+        if replica is not None:
+            self.note((*prompt_ids, *answer_ids), replica)
 
     def prefer(self, prompt_ids: Sequence[int], num_open: Mapping[Replica, int]) -> Replica | None:
         """Choose the replica that has more than half of a prompt; None if there is none, or it is too busy.
@@ -35,8 +45,9 @@ class Affinity(Generic[Replica]):
         busy, since all requests may share a prefix (peagle.engine.devices.replicas has the same rule).
         """
         known, preferred = 0, None
-        for count, block in enumerate(_blocks(prompt_ids), 1):
-            replica = self._replica_by_block.get(block)
+        with self._lock:
+            replicas = [*map(self._replica_by_block.get, _blocks(prompt_ids))]
+        for count, replica in enumerate(replicas, 1):
             if replica is None:
                 break
             if replica in num_open:

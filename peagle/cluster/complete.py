@@ -31,13 +31,15 @@ def completed(config: FleetConfig) -> FleetConfig:
         context=min(DEFAULT_CONTEXT, pair.max_positions) if context is None else pair.room(context),
         prefix_cache="on" if engine.prefix_cache is None else engine.prefix_cache,
     )
-    pair.resolve(engine, prefix_cache="off")  # raises for an engine that no replica can run
+    config = dataclasses.replace(config, engine=engine)
+    for prefill_only in (False, True):  # raises for an engine that no replica can run
+        pair.resolve(config.engine_of(prefill_only), prefix_cache="off")
     load = dataclasses.replace(
         load,  # absolute paths: replicas run in directories of their own
         target=target if target == DEMO else str(target_directory.resolve()),
         drafter=drafter if drafter_directory is None or drafter in DEMO_DRAFTERS else str(drafter_directory.resolve()),
     )
-    return dataclasses.replace(config, load=load, engine=engine)
+    return dataclasses.replace(config, load=load)
 
 
 def pair_without_weights(config: FleetConfig) -> Pair:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from peagle.base.errors import InputError
 from peagle.base.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
@@ -15,7 +15,15 @@ LOAD = Takes(
     *("target", "drafter", "drafter_window", "query_blocks", "ffn_blocks"),
     *("dtype", "mesh", "retain_full_kv"),
 )
-ENGINE = Takes("num_speculative_tokens", "slots", "context", "prefill_chunk", "kv_memory", "prefix_cache")
+OF_ROLE = ("slots", "prefill_chunk", "kv_memory", "prefix_cache")  # of an engine, which may differ by role
+ENGINE = Takes("num_speculative_tokens", "context", *OF_ROLE)
+Config = TypeVar("Config")
+
+
+def read_changes(typed: str) -> dict[str, int | str]:
+    """Read NAME=VALUE,... into values as `FleetConfig.prefill_engine` takes them."""
+    pairs = [part.strip().partition("=") for part in typed.split(",")]
+    return {name.replace("-", "_"): int(value) if value.isdecimal() else value for name, _, value in pairs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,8 @@ class FleetConfig:
 
     load: Annotated[LoadConfig, LOAD] = LoadConfig()  # noqa: RUF009  # frozen
     engine: Annotated[EngineConfig, ENGINE] = EngineConfig(slots=4, prefix_cache="on")  # noqa: RUF009
+    prefill_engine: Annotated[Mapping[str, Any] | None, Flag(REPLICAS, "NAME=VALUE,...", read=read_changes)] = None
+    """Options of --prefill replicas that differ, as slots=1,prefill_chunk=2048; also kv_memory, prefix_cache."""
     served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
     """Model name in the API. Default: the name of the target's directory."""
     prefill: Annotated[int, Flag(REPLICAS, "N")] = 0
@@ -78,10 +88,27 @@ class FleetConfig:
             if most and most < count:
                 message = f"max_{name} is {most}; expected {count} or more ({name} is {count}), or 0"
                 raise InputError(message, f"max_{name}")
+        if self.prefill_engine and not self.prefill:
+            raise InputError("prefill is 0; expected 1 or more, since prefill_engine is given", "prefill")
         for name in TEXT_LISTS:
             _check_texts(name, getattr(self, name))
+        self.engine_of(prefill_only=True)  # raises for changes that cannot be
         if self.load.process is not None:
             raise InputError("process is given, but each replica of a fleet is one process; leave it out", "process")
+
+    def engine_of(self, prefill_only: bool) -> EngineConfig:
+        """Return the config of the engines of a role. Raises InputError for a prefill_engine that cannot be."""
+        changes = self.prefill_engine
+        if not prefill_only or changes is None:
+            return self.engine
+        if not changes.keys() <= {*OF_ROLE}:
+            names = ", ".join(OF_ROLE)
+            message = f"prefill_engine is {dict(changes)}; expected NAME=VALUE,... with names of {names}"
+            raise InputError(message, "prefill_engine")
+        try:
+            return _changed(self.engine, changes)
+        except InputError as error:
+            raise InputError(f"prefill_engine is {dict(changes)}; {error}", "prefill_engine") from None
 
     @property
     def most_replicas(self) -> int:
@@ -111,12 +138,19 @@ def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
             message = f"{misplaced} is not an option here; expected it in {name}, as in {name}: {{{misplaced}: ...}}"
             raise InputError(message, misplaced)
         try:
-            read[name], *_ = configs_of({**vars(getattr(defaults, name)), **_read(section, kind)}, kind)
+            read[name] = _changed(getattr(defaults, name), section)
         except InputError as error:
             raise InputError(f"{name}: {error}", error.field) from None
     (config,) = configs_of(read, FleetConfig)
     fleet: FleetConfig = config
     return fleet
+
+
+def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return a config with some of its fields as a file has them. Raises InputError."""
+    (changed,) = configs_of({**vars(config), **_read(changes, type(config))}, type(config))
+    made: Config = changed
+    return made
 
 
 def _read(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:

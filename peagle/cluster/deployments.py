@@ -13,7 +13,7 @@ Ray pickles arguments, so whoever reaches its ports can run code: keep them on a
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,8 @@ class Worker:
         self._pair = load(config.load.target or DEMO, config.load.drafter, **config.load.arguments)
         # without steps there are no costs to measure
         changes: dict[str, Any] = {"prefill_only": True, "adaptive": False} if prefill_only else {}
-        engine = self._pair.engine(self._pair.resolve(config.engine, k_per_request=True, **changes))
+        settings = config.engine_of(prefill_only)
+        engine = self._pair.engine(self._pair.resolve(settings, k_per_request=True, **changes))
         for sampled, full in ((False, False), (True, False), (True, True)):
             engine.warm_up(sampled=sampled, full_logits=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
@@ -131,6 +132,19 @@ class RayCalls:
         self.disaggregated = prefill is not None
         self._prefill, self._decode = prefill, decode.options(stream=True)
         self._roles = [decode] if prefill is None else [prefill, decode]
+        self._decoding = decode.deployment_name
+
+    @property
+    def _router(self) -> PrefixRouter | None:
+        """The router of the replicas that decode; None before the first call, and if prefixes do not matter."""
+        return PrefixRouter.of_deployments.get(self._decoding)
+
+    def knows(self, prompt_ids: Sequence[int]) -> bool:
+        return self._router is not None and self._router.preferred(prompt_ids) is not None
+
+    def note_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
+        if self._router is not None:
+            self._router.affinity.note_answer(prompt_ids, answer_ids)
 
     async def ping(self) -> None:
         with _translated_errors():
@@ -213,9 +227,11 @@ def build(config: FleetConfig | Mapping[str, Any]) -> serve.Application:
     options: Any = {"health_check_period_s": 5, "graceful_shutdown_timeout_s": config.drain}
 
     def workers(name: str, prefill_only: bool, scaled: dict[str, Any]) -> Any:
-        if config.route_by_prefix and config.engine.prefix_cache not in ("off", 0):
+        if config.route_by_prefix and config.engine_of(prefill_only).prefix_cache not in ("off", 0):
             choice: Any = PrefixRouter
-            scaled["request_router_config"] = RequestRouterConfig(request_router_class=choice)
+            scaled["request_router_config"] = RequestRouterConfig(
+                request_router_class=choice, request_router_kwargs={"deployment": name}
+            )
         worker: Any = serve.deployment(Worker, name=name, max_ongoing_requests=UNLIMITED, **scaled)
         return worker.options(ray_actor_options=actor, **options).bind(config, prefill_only)
 

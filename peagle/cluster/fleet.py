@@ -1,11 +1,13 @@
 """Run the requests of a server in engines of other processes. Does not import Ray.
 
-Aggregated, a replica prefills and decodes. Disaggregated, one replica prefills, and another one decodes:
+Aggregated, a replica prefills and decodes. Disaggregated, one replica prefills, and another one decodes. The next turn
+of a conversation goes to the second one at once, which has the pages of the turns before it:
 
     request ──► prefill ──► first token, hand-off ──► decode ──► chunks ──► reply
+    next turn ─────────────────────────────────────►  decode ──► chunks ──► reply
 
-If a prefilling replica is lost, its prefill is repeated. If a decoding replica is lost, its answers end with an error:
-the client may send the request again.
+If a replica is lost before a request's first token, the request begins again, elsewhere. If it is lost later, its
+answers end with an error: the client may send the request again.
 """
 
 import asyncio
@@ -26,7 +28,7 @@ from peagle.pair import Pair
 from peagle.serve.engine_loop import LOADING_RETRY_S, Call, Job, Loop, Status, T
 from peagle.serve.errors import ApiError
 
-PREFILL_TRIES = 3
+TRIES = 3  # of a request whose replica is lost before its first token
 PROBE_S, RETRY_S = 5.0, 0.5  # between probes of the replicas: if they answer, if not
 ANSWER_S = 30.0  # time for replicas to answer a probe, on a busy machine, too
 LOADING_PATIENCE_S, LOADING_POLL_S = 5.0, 0.05  # time that a request waits for the first replica
@@ -49,12 +51,23 @@ class ReplicaCalls(Protocol):
         """Return as soon as a replica of each role has answered. A replica that loads its models does not."""
         ...
 
+    def knows(self, prompt_ids: Sequence[int]) -> bool:
+        """Guess whether a replica that decodes has most of a prompt in its cache, and is not too busy for it."""
+        ...
+
+    def note_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
+        """Record what the replica that decoded a request has in its cache."""
+        ...
+
     async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
         """Return (the chunk of the first token, the hand-off). There is no hand-off if the request has ended."""
         ...
 
     def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of a request, from its hand-off if there is one. Aborts it if the reader stops early."""
+        """Yield the chunks of a request, from its hand-off if there is one. Aborts it if the reader stops early.
+
+        Without one, prefers the replica that knows most of the prompt.
+        """
         ...
 
 
@@ -159,28 +172,43 @@ class Fleet(Loop):
             put(ApiError(500, f"the fleet failed at this request: {' '.join(str(error).split())[:500]}"))
 
     async def _chunks(self, request: Request) -> AsyncGenerator[TokenChunk, None]:
+        """Yield a request's chunks. Begins again if a replica is lost before the first one: the client has none."""
+        for _ in range(TRIES):
+            begun = False
+            try:
+                async with contextlib.aclosing(self._once(request)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        yield chunk
+                return
+            except ReplicaLost:
+                if begun:
+                    raise
+        raise ApiError(503, LOST_PROMPT)
+
+    async def _once(self, request: Request) -> AsyncGenerator[TokenChunk, None]:
+        replicas, prompt_ids = self._replicas, request.prompt_ids
         hand_off: np.ndarray | None = None
-        if self._replicas.disaggregated:
-            chunk, hand_off = await self._prefilled(request)
+        answer_ids: list[int] = []
+        if replicas.disaggregated and not replicas.knows(prompt_ids):
+            async with asyncio.timeout(self.patience_s):
+                chunk, hand_off = await replicas.prefill(request)
             if hand_off is None:
                 yield chunk
                 return
+            answer_ids += chunk.token_ids
             yield dataclasses.replace(chunk, finish_reason=None)
-        chunks = self._replicas.decode(request, hand_off)
+        chunks = replicas.decode(request, hand_off)
         del hand_off  # it may be large: free it as soon as the replica has it
-        async with contextlib.aclosing(chunks):
-            while True:
-                try:
-                    async with asyncio.timeout(self.patience_s):
-                        chunk = await anext(chunks)
-                except StopAsyncIteration:
-                    return
-                yield chunk
-
-    async def _prefilled(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
-        """Prefill. Tries again if the replica is lost, since the client has not received anything yet."""
-        async with asyncio.timeout(self.patience_s):
-            for _ in range(PREFILL_TRIES):
-                with contextlib.suppress(ReplicaLost):
-                    return await self._replicas.prefill(request)
-        raise ApiError(503, LOST_PROMPT)
+        try:
+            async with contextlib.aclosing(chunks):
+                while True:
+                    try:
+                        async with asyncio.timeout(self.patience_s):
+                            chunk = await anext(chunks)
+                    except StopAsyncIteration:
+                        return
+                    answer_ids += chunk.token_ids
+                    yield chunk
+        finally:
+            replicas.note_answer(prompt_ids, answer_ids)

@@ -4,7 +4,8 @@ Serve makes one in each process that calls the replicas. Its interface for route
 public but alpha. Ray's own prefix router is private.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -20,8 +21,17 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     other's replica, which only recomputes prompts.
     """
 
-    def initialize_state(self, **_: Any) -> None:
-        self._affinity = Affinity[ReplicaID]()
+    of_deployments: ClassVar[dict[str, "PrefixRouter"]] = {}  # by name, in this process
+
+    def initialize_state(self, deployment: str = "", **_: Any) -> None:
+        self.affinity = Affinity[ReplicaID]()
+        self.of_deployments[deployment] = self
+
+    def preferred(self, prompt_ids: Sequence[int]) -> ReplicaID | None:
+        """Return the live replica that has most of a prompt and is not too busy, if there is one."""
+        lengths = self.replica_queue_len_cache
+        num_open = {replica_id: lengths.get(replica_id) or 0 for replica_id in [*self.curr_replicas]}
+        return self.affinity.prefer(prompt_ids, num_open) if num_open else None
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -30,16 +40,14 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         if pending_request is None or not (prompt_ids := _prompt(pending_request)):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # after all ranks were tried
-        lengths = self.replica_queue_len_cache
-        num_open = {replica.replica_id: lengths.get(replica.replica_id) or 0 for replica in candidate_replicas}
-        preferred = self._affinity.prefer(prompt_ids, num_open) if num_open else None
+        preferred = self.preferred(prompt_ids)
         first = [replica for replica in candidate_replicas if replica.replica_id == preferred]
         return [first, candidate_replicas] if first else [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         del result
         if prompt_ids := _prompt(pending_request):
-            self._affinity.note(prompt_ids, replica_id)
+            self.affinity.note(prompt_ids, replica_id)
 
 
 def _prompt(pending: PendingRequest) -> tuple[int, ...]:

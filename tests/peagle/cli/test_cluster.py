@@ -18,7 +18,7 @@ from tests.support.commands import all_refused
 from tests.support.pairs import Directories
 
 OWN = {
-    "served_model_name", "prefill", "decode", "max_prefill", "max_decode",
+    "served_model_name", "prefill_engine", "prefill", "decode", "max_prefill", "max_decode",
     "max_queue", "response_store", "drain", "num_cpus", "num_gpus", "hosts",
 }  # fmt: skip
 
@@ -66,6 +66,18 @@ def test_impossible_fleet_is_refused_before_it_starts(
         (("--mesh", "dp=2"), "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave dp out"),
         (("--decode", "2", "--max-decode", "1"), "--max-decode is 1; expected 2 or more"),
         (("--max-prefill", "2"), "--prefill is 0; expected 1 or more, to scale up to 2"),
+        (
+            ("--prefill", "1", "--prefill-engine", "slots"),
+            "--prefill-engine is {'slots': ''}; slots is ''; expected a valid integer",
+        ),
+        (
+            ("--prefill", "1", "--prefill-engine", "slots=0"),
+            "--prefill-engine is {'slots': 0}; slots is 0; expected 1 or more",
+        ),
+        (
+            ("--prefill", "1", "--prefill-engine", "k=0"),
+            "--prefill-engine is {'k': 0}; expected NAME=VALUE,... with names of slots, ",
+        ),
         (("--decode", "0"), "--decode is 0; expected 1 or more"),
         (("--num-cpus", "nan"), "--num-cpus is nan; expected a number of 0 or more"),
         (("--port", "0"), "--port is 0; expected a port of 1 to 65535"),
@@ -77,7 +89,10 @@ def test_impossible_fleet_is_refused_before_it_starts(
 
 def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    settings = build_command(Cluster, {"decode": 3, "port": 8123, "kv_memory": "2GB", "write_config": str(file)})
+    settings = build_command(Cluster, {
+        "prefill": 1, "prefill_engine": "prefill_chunk=all", "decode": 3, "port": 8123, "kv_memory": "2GB",
+        "write_config": str(file),
+    })  # fmt: skip
     assert settings.run() == 0
     config = json.loads(file.read_text("utf-8"))
     (application,) = config["applications"]

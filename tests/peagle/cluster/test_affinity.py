@@ -18,6 +18,15 @@ def test_a_longer_prompt_is_preferred_where_its_beginning_went_last() -> None:
     assert affinity.prefer((7, *following), FREE) is None
 
 
+def test_an_answer_is_known_where_its_prompt_went_last() -> None:
+    affinity, answer = Affinity[str](), range(900, 900 + 9 * BLOCK)
+    affinity.note_answer(TURN, answer)
+    assert affinity.prefer((*TURN, *answer, 1), FREE) is None
+    affinity.note(TURN, "a")
+    affinity.note_answer(TURN, answer)
+    assert affinity.prefer((*TURN, *answer, 1), FREE) == "a"
+
+
 def test_half_of_a_prompt_must_be_known_and_a_replica_that_is_gone_does_not_count() -> None:
     affinity = Affinity[str]()
     affinity.note(TURN, "a")

@@ -30,6 +30,15 @@ from peagle.cluster.config import FleetConfig, read_fleet
         ({"load": {"process": "0/2@HOST:7000"}}, "process is given, but each replica of a fleet is one process"),
         ({"load": "DIR"}, "load is 'DIR'; expected its fields"),
         ({"engine": {"slots": 0}}, "slots is 0; expected 1 or more"),
+        ({"prefill_engine": {"slots": 2}}, "prefill is 0; expected 1 or more, since prefill_engine is given"),
+        (
+            {"prefill": 1, "prefill_engine": {"slots": 0}},
+            r"prefill_engine is {'slots': 0}; slots is 0; expected 1 or more",
+        ),
+        ({"prefill": 1, "prefill_engine": {"context": 9}}, "prefill_engine is {'context': 9}; expected NAME=VALUE"),
+        ({"prefill": 1, "prefill_engine": {"kv_memory": "x"}}, "kv_memory is 'x'; expected a size"),
+        ({"prefill": 1, "prefill_engine": "slots=x"}, "slots is 'x'; expected a valid integer"),
+        ({"prefill": 1, "prefill_engine": 5}, "prefill_engine is 5; expected Mapping"),
         ({"engine": {"prefix_cache": "bogus"}}, "prefix_cache is 'bogus'; expected a size, as 512MB or 2GB, or on,"),
         (
             {"engine": {"num_speculative_tokens": "much"}},
@@ -58,6 +67,14 @@ def test_room_is_reckoned_with_the_replicas_that_may_be() -> None:
 def test_a_text_is_read_as_the_value_of_the_option() -> None:
     engine = read_fleet({"engine": {"kv_memory": "4GB", "prefix_cache": "512MB", "num_speculative_tokens": "5"}}).engine
     assert (engine.kv_memory, engine.prefix_cache, engine.num_speculative_tokens) == (4_000_000_000, 512_000_000, 5)
+
+
+@pytest.mark.parametrize("changes", ["slots=1,kv_memory=4GB", {"slots": 1, "kv_memory": 4_000_000_000}])
+def test_replicas_that_prefill_may_have_an_engine_of_their_own(changes: object) -> None:
+    config = completed(read_fleet({"prefill": 1, "prefill_engine": changes, "engine": {"slots": 8, "context": 900}}))
+    prefill, decode = config.engine_of(prefill_only=True), config.engine_of(prefill_only=False)
+    assert (prefill.slots, prefill.kv_memory, prefill.context) == (1, 4_000_000_000, 900)
+    assert (decode.slots, decode.kv_memory, decode.context) == (8, None, 900)
 
 
 def test_with_sections_what_is_missing_is_decided() -> None:

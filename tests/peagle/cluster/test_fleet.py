@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -13,11 +13,13 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.base.errors import InputError
+from peagle.cluster.affinity import Affinity
 from peagle.cluster.fleet import LOADING, LOST, LOST_PROMPT, Fleet, ReplicaLost
 from peagle.engine.host.handoff import parse
-from peagle.engine.request import Request, TokenChunk
+from peagle.engine.request import Request, StepRecord, TokenChunk
+from peagle.ops.attention import PAGE_SIZE
 from peagle.pair import Pair
-from peagle.serve.engine_loop import EngineLoop
+from peagle.serve.engine_loop import EngineLoop, Loop
 from peagle.serve.errors import ApiError
 from peagle.serve.request_builder import RequestBuilder
 from peagle.serve.shared_state import SharedState
@@ -32,16 +34,31 @@ BODY = {"model": MODEL, "prompt": [5, 9, 2, 11], "max_tokens": 24, "temperature"
 class Loops:
     """Replicas in this process; `loses` names calls that are lost. loading: they do not answer yet."""
 
-    def __init__(self, pair: Pair, disaggregated: bool) -> None:
-        self.disaggregated = disaggregated
+    def __init__(self, make: Callable[[], Pair], disaggregated: bool, decoders: int = 1) -> None:
+        self.disaggregated, self._make = disaggregated, make
         self.loses: list[str] = []
         self.loading = False
-        self.decodes = self._loop(pair)
-        self.prefills = self._loop(pair, prefill_only=True) if disaggregated else self.decodes
+        self.decoders = [self.new_loop() for _ in range(decoders)]
+        self.prefills = self.new_loop(prefill_only=True) if disaggregated else self.decodes
+        self._affinity = Affinity[EngineLoop]()
 
-    @staticmethod
-    def _loop(pair: Pair, **options: bool) -> EngineLoop:
-        return EngineLoop(pair.engine(pair.engine_config(K, context=CONTEXT, slots=SLOTS, **options)), 64)
+    def new_loop(self, **options: bool) -> EngineLoop:
+        pair = self._make()
+        config = pair.engine_config(K, context=CONTEXT, slots=SLOTS, prefix_cache=1_000_000, **options)
+        return EngineLoop(pair.engine(config), 64)
+
+    @property
+    def decodes(self) -> EngineLoop:
+        return self.decoders[0]
+
+    def _preferred(self, prompt_ids: Sequence[int]) -> EngineLoop | None:
+        return self._affinity.prefer(prompt_ids, {loop: loop.num_open for loop in self.decoders})
+
+    def knows(self, prompt_ids: Sequence[int]) -> bool:
+        return self._preferred(prompt_ids) is not None
+
+    def note_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
+        self._affinity.note_answer(prompt_ids, answer_ids)
 
     def _lose(self, call: str) -> None:
         if call in self.loses:
@@ -63,7 +80,11 @@ class Loops:
 
     async def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
         self._lose("decode")
-        call = self.decodes.submit([request], [None if hand_off is None else parse(hand_off)])
+        decodes = self._preferred(request.prompt_ids)
+        if decodes is None:
+            self.decoders.append(decodes := self.decoders.pop(0))  # in turn
+        self._affinity.note(request.prompt_ids, decodes)
+        call = decodes.submit([request], [None if hand_off is None else parse(hand_off)])
         del hand_off
         try:
             async for _, chunk in call.chunks():
@@ -73,8 +94,8 @@ class Loops:
             call.close()
 
     def close(self) -> None:
-        self.decodes.close()
-        self.prefills.close()
+        for loop in {*self.decoders, self.prefills}:
+            loop.close()
 
 
 @pytest.fixture
@@ -92,9 +113,11 @@ Make = Callable[..., tuple[Loops, SharedState]]
 def make(tokenizer: Tokenizer) -> Iterator[Make]:
     fleets: list[Loops] = []
 
-    def making(disaggregated: bool = True, most_open: int = 64, patience_s: float = 60.0) -> tuple[Loops, SharedState]:
+    def making(
+        disaggregated: bool = True, most_open: int = 64, patience_s: float = 60.0, decoders: int = 1
+    ) -> tuple[Loops, SharedState]:
         pair = toy_pair(tokenizer)
-        loops = Loops(pair, disaggregated)
+        loops = Loops(lambda: toy_pair(tokenizer), disaggregated, decoders)
         fleets.append(loops)
         config = pair.engine_config(K, context=CONTEXT, slots=SLOTS)
         fleet = Fleet(loops, pair, config, most_open, patience_s)
@@ -199,6 +222,44 @@ def test_a_lost_prefill_is_repeated(make: Make, client: TestClient) -> None:
     assert answer(client_of(service)).json()["choices"] == answer(client).json()["choices"]
     loops.loses += ["prefill"] * 3
     assert error_of(answer(client_of(service)), 503)["message"] == LOST_PROMPT
+
+
+async def ask(loop: Loop, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], list[StepRecord], int]:
+    """Return (tokens, steps, cached tokens of the prompt)."""
+    call = loop.submit([Request(prompt, PAGE_SIZE, stop_token_ids=())])
+    chunks = [chunk async for _, chunk in call.chunks()]
+    tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
+    return tokens, [step for chunk in chunks for step in chunk.steps], chunks[0].num_cached_tokens
+
+
+@pytest.mark.parametrize("decoders", [1, 2])
+def test_a_next_turn_goes_where_the_answer_is(make: Make, tokenizer: Tokenizer, decoders: int) -> None:
+    """It finds as many cached tokens as on one server, also after long answers. A lost replica costs only these."""
+    alone, (loops, service) = service_of(toy_pair(tokenizer)), make(decoders=decoders)
+
+    async def turns(first: int, lost_before: int | None) -> list[int]:
+        prompt, missing = (first, *range(40, 60)), []
+        for turn in range(3):
+            if turn == lost_before:
+                for loop in loops.decoders:
+                    loop.close()
+                loops.decoders = [loops.new_loop() for _ in range(decoders)]
+            *expected, known_alone = await ask(alone.loop, prompt)
+            *answer, known = await ask(service.loop, prompt)
+            assert answer == expected
+            missing.append(known_alone - known)
+            prompt += (*answer[0], 5, 6)
+        return missing
+
+    async def conversations() -> None:
+        for first in (7, 8):
+            assert await turns(first, None) == [0, 0, 0]
+        assert await turns(9, 2) == [0, 0, 2 * PAGE_SIZE]
+        loops.loses.append("decode")  # of a turn that is known: it is computed elsewhere
+        assert await turns(9, None) == [0, 0, 0]
+
+    asyncio.run(asyncio.wait_for(conversations(), 60))
+    alone.loop.close()
 
 
 @pytest.mark.parametrize("where", ["decode", "decode in its midst"])
