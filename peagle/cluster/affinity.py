@@ -7,7 +7,7 @@ them. The router cannot see evictions: a wrong guess only recomputes a prompt.
 import collections
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Replica = TypeVar("Replica")
 
@@ -55,6 +55,19 @@ class Affinity(Generic[Replica]):
         if preferred is None or 2 * known * BLOCK <= len(prompt_ids):
             return None
         return preferred if num_open[preferred] <= 2 * min(num_open.values()) + 1 else None
+
+
+class Router(Protocol):
+    """What a peagle.cluster.router.PrefixRouter tells the process whose calls it routes."""
+
+    affinity: Affinity[Any]
+
+    def preferred(self, prompt_ids: Sequence[int]) -> object | None:
+        """Return the live replica that has most of a prompt and is not too busy, if there is one."""
+        ...
+
+
+ROUTERS: dict[str, Router] = {}  # of this process, by deployment
 
 
 def _blocks(prompt_ids: Sequence[int]) -> Iterator[int]:

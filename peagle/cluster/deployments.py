@@ -22,6 +22,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from peagle.base.errors import InputError
+from peagle.cluster.affinity import ROUTERS, Router
 from peagle.cluster.complete import completed, pair_without_weights
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.cluster.fleet import Fleet, ReplicaLost
@@ -135,9 +136,9 @@ class RayCalls:
         self._decoding = decode.deployment_name
 
     @property
-    def _router(self) -> PrefixRouter | None:
+    def _router(self) -> Router | None:
         """The router of the replicas that decode; None before the first call, and if prefixes do not matter."""
-        return PrefixRouter.of_deployments.get(self._decoding)
+        return ROUTERS.get(self._decoding)
 
     def knows(self, prompt_ids: Sequence[int]) -> bool:
         return self._router is not None and self._router.preferred(prompt_ids) is not None

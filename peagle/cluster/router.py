@@ -5,11 +5,11 @@ public but alpha. Ray's own prefix router is private.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from peagle.cluster.affinity import Affinity
+from peagle.cluster import affinity
 from peagle.engine.request import Request
 
 
@@ -21,14 +21,12 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     other's replica, which only recomputes prompts.
     """
 
-    of_deployments: ClassVar[dict[str, "PrefixRouter"]] = {}  # by name, in this process
-
     def initialize_state(self, deployment: str = "", **_: Any) -> None:
-        self.affinity = Affinity[ReplicaID]()
-        self.of_deployments[deployment] = self
+        self.affinity = affinity.Affinity[ReplicaID]()
+        affinity.ROUTERS[deployment] = self  # by its module: Serve copies this one into each process, with its globals
 
     def preferred(self, prompt_ids: Sequence[int]) -> ReplicaID | None:
-        """Return the live replica that has most of a prompt and is not too busy, if there is one."""
+        """See peagle.cluster.affinity.Router."""
         lengths = self.replica_queue_len_cache
         num_open = {replica_id: lengths.get(replica_id) or 0 for replica_id in [*self.curr_replicas]}
         return self.affinity.prefer(prompt_ids, num_open) if num_open else None

@@ -117,6 +117,17 @@ def test_a_later_turn_goes_where_its_beginning_went(url: str) -> None:
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= known
 
 
+def test_a_next_turn_begins_after_the_answer(url: str) -> None:
+    """It goes to the replica that decoded it; those that prefill never saw that answer."""
+    prompt = "def mean(values): return sum(values) / len(values)"
+    for turn in range(3):
+        body = {**BODY, "prompt": prompt, "max_tokens": 4 * PAGE_SIZE}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+        usage = reply["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 3 * PAGE_SIZE or not turn
+        prompt += reply["choices"][0]["text"] + " 1 + 2"
+
+
 def until(holds: Callable[[], bool]) -> None:
     """Wait for what must come true."""
     end = time.monotonic() + PATIENCE_S
