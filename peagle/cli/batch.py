@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from peagle.base import interrupt
 from peagle.base.flag import Flag
 from peagle.cli.command import Takes, require_extra
 from peagle.cli.flags import QUIET
 from peagle.cli.output import say
-from peagle.cli.serve import FAILED, Served, check_models, default_name, load_engine
+from peagle.cli.serve import FAILED, Served, check_models, load_engine, model_name
 from peagle.config import EngineConfig
 
 if TYPE_CHECKING:  # they import JAX
@@ -65,11 +65,17 @@ def answer_file(settings: BatchCommand) -> int:
 
     with require_extra("batches need", "serve"):
         from peagle.serve.batch import BatchFile, check_files
+    from peagle.cli.models import slots_for
+
     models = check_models(settings)
-    check_files(settings.requests, settings.answers)
+    before = check_files(settings.requests, settings.answers, model_name(settings, models))
     display = Display(quiet=settings.quiet)
-    with engine_answerer(settings, models, display) as answerer:
-        batch = BatchFile(answerer, settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots)
+    if before.done == before.total:
+        display.note(f"nothing is left: {settings.answers} answers every line of {settings.requests}")
+        return ALL_REFUSED if before.all_refused else 0
+    slots = slots_for(before.total - before.done, settings.engine.slots, settings.load.mesh)
+    with engine_answerer(settings, models, display, slots=slots) as answerer:
+        batch = BatchFile(answerer, settings.requests, settings.answers, LINES_PER_SLOT * slots)
         started = time.perf_counter()
         answer_lines(batch, display)
     if answerer.failure is not None:
@@ -84,15 +90,15 @@ def answer_file(settings: BatchCommand) -> int:
 
 @contextlib.contextmanager
 def engine_answerer(
-    settings: Served, models: tuple[str, str | None], display: "Display", *, greedy: bool = False
+    settings: Served, models: tuple[str, str | None], display: "Display", **options: Any
 ) -> "Iterator[EngineAnswerer]":
-    """Load the pair and make the engine that answers lines in the block. greedy: as in `load_engine`."""
+    """Load the pair and make the engine that answers lines in the block. options: of `load_engine`."""
     from peagle.serve.batch import EngineAnswerer
     from peagle.serve.engine_loop import EngineLoop
     from peagle.serve.shared_state import SharedState
 
-    name = settings.served_model_name or default_name(models[0])
-    engine, builder = load_engine(settings, models, display, f"answering as {name}", greedy=greedy)
+    name = model_name(settings, models)
+    engine, builder = load_engine(settings, models, display, f"answering as {name}", **options)
     loop = EngineLoop(engine, MAX_QUEUE)
     try:
         yield EngineAnswerer(SharedState(loop, builder, name))

@@ -41,6 +41,13 @@ def keep_compiled() -> None:
         os.environ.setdefault(name, value)
 
 
+def kept_text() -> str:
+    """Say how long compiling takes, and whether the next start reads the programs from a directory."""
+    if directory := os.environ.get(DIRECTORY):
+        return f"the first start takes minutes, later ones read the programs from {directory}"
+    return "each start takes minutes, because compiled programs are not kept on this machine"
+
+
 def _machine() -> str | None:
     """Hash the kind of CPU and the number of threads: a program for another kind may not run here.
 

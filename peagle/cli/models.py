@@ -37,6 +37,12 @@ def check_slots(slots: int, mesh: str | None) -> None:
     shared_slots(slots, 1 if mesh is None else parse_mesh(mesh).dp)
 
 
+def slots_for(count: int, most: int, mesh: str | None) -> int:
+    """Return the slots for so many conversations, at most `most`: replicas have the same number."""
+    replicas = 1 if mesh is None else parse_mesh(mesh).dp
+    return min(most, -(-count // replicas) * replicas)
+
+
 def load_pair(target: str, drafter: str | None, load: LoadConfig, display: Display) -> Pair:
     """Load the target and the drafter, with progress; note which of the target's layers the drafter reads."""
     options = {"target": target, "drafter": drafter, **load.arguments}

@@ -122,8 +122,8 @@ def serve(settings: Serve) -> int:
         if ANY_ORIGIN in settings.allow_origin and not keys:
             say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
         if not display.live:
-            display.note("loading and compiling; connections wait until the server is ready")
-        name = settings.served_model_name or default_name(models[0])
+            display.note("loading; connections wait until the server is ready")
+        name = model_name(settings, models)
         engine, builder = load_engine(settings, models, display, f"serving {name}")
         loop = EngineLoop(engine, settings.max_queue)
         shared = SharedState(
@@ -161,22 +161,37 @@ def check_models(settings: Served) -> tuple[str, str | None]:
 
 
 def load_engine(
-    settings: Served, models: tuple[str, str | None], display: "Display", doing: str, *, greedy: bool = False
+    settings: Served,
+    models: tuple[str, str | None],
+    display: "Display",
+    doing: str,
+    *,
+    slots: int | None = None,
+    greedy: bool = False,
 ) -> "tuple[AnyEngine, RequestBuilder]":
     """Load the pair, warm up its engine, and note its size.
 
-    doing: begins the note, as "serving NAME". greedy: compile the programs of greedy requests only.
+    doing: begins the note, as "serving NAME". slots: fewer than the settings', for few requests; the context stays.
+    greedy: compile the programs of greedy requests only.
     """
+    from peagle.cli.compilation_cache import kept_text
     from peagle.cli.models import chosen_context, load_pair
     from peagle.serve.request_builder import RequestBuilder
 
     pair = load_pair(*models, settings.load, display)
-    config = pair.resolve(settings.engine, context=chosen_context(pair, settings.engine), k_per_request=True)
+    context = chosen_context(pair, settings.engine)
+    config = pair.resolve(settings.engine, context=context, slots=slots or settings.engine.slots, k_per_request=True)
     engine = pair.engine(config)
+    display.note(f"compiling for {_slots(config.slots)}: {kept_text()}")
     _warm_up(pair, engine, display, greedy)
     for line in _describe(pair, engine, doing):
         display.note(line)
     return engine, RequestBuilder(pair, config.context, settings.rendering.date, config.num_drafts)
+
+
+def model_name(settings: Served, models: tuple[str, str | None]) -> str:
+    """Return the model's name in the API: as typed, or the target's."""
+    return settings.served_model_name or default_name(models[0])
 
 
 def default_name(target: str) -> str:
@@ -234,15 +249,18 @@ def _warm_up(pair: "Pair", engine: "AnyEngine", display: "Display", greedy: bool
     """Compile the programs of greedy, sampled and constrained requests, with progress and the time left."""
     from peagle.cli.display import PART
 
-    # (sampled, full): share of the compile time, measured on two cores; the last also has the programs of grammars
-    shares = {(False, False): 1.0} if greedy else {(False, False): 0.2, (True, False): 0.2, (True, True): 0.6}
-    started = time.monotonic()
-    finished = 0.0
+    parts = (  # (requests, sampled, full logits, share of the compile time), measured on two cores
+        ("greedy requests", False, False, 0.2),
+        ("sampled requests", True, False, 0.2),
+        ("log-probabilities and grammars", True, True, 0.6),
+    )[: 1 if greedy else 3]
+    finished, started = 0.0, time.monotonic()
     try:
-        for done, ((sampled, full), share) in enumerate(shares.items()):
+        for done, (requests, sampled, full, share) in enumerate(parts):
             interrupt.check()
             left_s = (time.monotonic() - started) / finished * (1 - finished) if done else None
-            display.begin_run("compiling", done, len(shares), left_s, unit=PART)  # `measuring` ends it
+            # `measuring` ends this stage
+            display.begin_run(f"compiling for {requests}", done, len(parts), left_s, unit=PART)
             finished += share
             engine.warm_up(sampled=sampled, full_logits=full, measuring=display.measuring, constrained=full)
         if pair.tokenizer is not None and not greedy:  # with a large vocabulary, the first grammar takes seconds
@@ -250,6 +268,10 @@ def _warm_up(pair: "Pair", engine: "AnyEngine", display: "Display", greedy: bool
     finally:
         display.clear()
     interrupt.check()
+
+
+def _slots(count: int) -> str:
+    return "1 slot" if count == 1 else f"{count} slots"
 
 
 def _describe(pair: "Pair", engine: "AnyEngine", doing: str) -> list[str]:
@@ -260,7 +282,7 @@ def _describe(pair: "Pair", engine: "AnyEngine", doing: str) -> list[str]:
     k = config.num_drafts
     speculates = "plainly" if not k else f"with K <= {k} by confidence" if config.adaptive else f"with K = {k}"
     return [
-        f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.loaded.dtype}",
+        f"{doing} {speculates}: {_slots(config.slots)} with a context of {config.context}, {pair.loaded.dtype}",
         f"memory besides the weights: {format_size(pages + state + logits)}; its pages hold "
         f"{engine.page_use.num_tokens:,} tokens of all requests and the prefix cache"
         + ("" if config.prefix_cache else ", which is off"),

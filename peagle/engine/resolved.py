@@ -68,15 +68,20 @@ class ResolvedConfig(EngineConfig):
         """Raise InputError for a request that an engine of this config cannot run."""
         request.check_vocabulary(vocab_size)
         if len(request.prompt_ids) + request.max_new_tokens > self.context:
-            raise InputError(
-                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
-                f"expected a sum of at most {self.context}, the context: shorten one of them or raise the context"
-            )
+            raise InputError(beyond_context(request, request.max_new_tokens, self.context))
         k, most = request.num_speculative_tokens, self.num_drafts
         if k is not None and k > most:
             raise InputError(f"K is {k} for {request.name}; expected at most {most}, the engine's")
         if k is not None and not self.k_per_request:
             raise InputError("K is set for one request; expected an engine with k_per_request")
+
+
+def beyond_context(request: Request, max_new_tokens: int, context: int) -> str:
+    """Say that a request's prompt and so many new tokens exceed the context."""
+    return (
+        f"{request.name} has {len(request.prompt_ids)} tokens and at most {max_new_tokens} new ones; expected a sum of at "
+        f"most {context}, the context: shorten one of them or raise the context"
+    )
 
 
 def shared_slots(slots: int, count: int) -> int:

@@ -60,11 +60,12 @@ def lines(
 def _points(axis: Any, points: Sequence[tuple[int | float, Estimate]], fmt: str, **style: Any) -> None:
     """Draw points, with their intervals if there are any."""
     xs, values = [x for x, _ in points], np.array([figure.value for _, figure in points])
+    axis.plot(xs, values, fmt, clip_on=False, zorder=3, **style)  # a marker at the edge is whole, and above it
     if all(figure.low is None for _, figure in points):
-        axis.plot(xs, values, fmt, **style)
         return
     ends = [[figure.value if end is None else end for end in (figure.low, figure.high)] for _, figure in points]
-    axis.errorbar(xs, values, np.abs(np.array(ends) - values[:, None]).T, fmt=fmt, capsize=3, elinewidth=1, **style)
+    lengths = np.abs(np.array(ends) - values[:, None]).T
+    axis.errorbar(xs, values, lengths, fmt="none", ecolor=style["color"], capsize=3, elinewidth=1)
 
 
 def _shortened(name: str) -> str:

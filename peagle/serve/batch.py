@@ -143,14 +143,21 @@ def _not_an_output(out: Path, number: int) -> InputError:
     return InputError(f"{out} exists, and its line {number} is no answer of a batch; give another file, or remove it")
 
 
-def check_same(source: Path, out: Path, known: Answered) -> None:
-    """Raise InputError if the output answers another request under a custom_id of the input."""
+def known_answers(source: Path, out: Path, model: str) -> Answered:
+    """Read the output of an earlier run. Raises InputError if it answers other requests or is of another model."""
+    known = read_answers(out)
     for line in read_lines(source):
         if isinstance(line, Line) and known.ids.get(line.custom_id, line.id) != line.id:
             raise InputError(
                 f"{out} has an answer to another request with the custom_id {brief(line.custom_id)} of line "
                 f"{line.number}; give another file, or remove it"
             )
+    if others := {*known.models.values()} - {model}:
+        raise InputError(
+            f"{out} has answers of the model {brief(others.pop())}, but this one is {brief(model)}; give another file, "
+            "or load that model"
+        )
+    return known
 
 
 def read_lines(source: Path) -> Iterator[Line | LineError]:
@@ -257,13 +264,7 @@ class BatchFile:
 
         self.counts.total = count_lines(self.source)
         with locked(self.out):
-            known = read_answers(self.out)
-            check_same(self.source, self.out, known)
-            if others := {*known.models.values()} - {self.answerer.model}:
-                raise InputError(
-                    f"{self.out} has answers of the model {brief(others.pop())}, and {brief(self.answerer.model)} is "
-                    "loaded; give another file, or load that model"
-                )
+            known = known_answers(self.source, self.out, self.answerer.model)
             if known.has_others:
                 write_whole(self.out, lambda path: path.write_bytes(b"".join(known.lines)))
             await self._answer_all(known, ends)
@@ -336,12 +337,19 @@ def _write(file: BinaryIO, custom_id: str | None, response: Any, error: Any, ans
     file.flush()
 
 
-def check_files(source: Path, out: Path) -> None:
-    """Raise InputError for files that cannot be read or written, before a model is loaded. Writes nothing."""
-    if not count_lines(source):
+def check_files(source: Path, out: Path, model: str) -> Counts:
+    """Count the lines and those that have an answer, before a model is loaded. Writes nothing.
+
+    Raises InputError for files that cannot be read or written, and as `known_answers`.
+    """
+    counts = Counts(total=count_lines(source))
+    if not counts.total:
         raise InputError(f"{source} is empty; expected a request as JSON on each line")
     if out.exists() and os.path.samefile(source, out):
         raise InputError(f"{out} is the file of the requests; expected another one for the answers")
     if out.is_dir() or not out.parent.is_dir():
         raise InputError(f"{out} cannot be written; expected a file in a folder that exists")
-    check_same(source, out, read_answers(out))
+    known = known_answers(source, out, model)
+    answered = [line.custom_id for line in read_lines(source) if isinstance(line, Line) and line.custom_id in known.ids]
+    counts.known, counts.known_refused = len(answered), len(known.refused.intersection(answered))
+    return counts

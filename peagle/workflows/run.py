@@ -26,7 +26,7 @@ from peagle.engine.devices.replicas import AnyEngine
 from peagle.engine.host.handle import Handle
 from peagle.engine.memory.kv_memory import PrefixCacheUse
 from peagle.engine.request import Request
-from peagle.engine.resolved import ResolvedConfig
+from peagle.engine.resolved import ResolvedConfig, beyond_context
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
@@ -102,8 +102,9 @@ class Outcome:
 class Run:
     """The outcomes of all requests that have a token, in the order of the input.
 
-    cut_short: a line per conversation whose answers left no room for a later turn, which has no outcome. failed: a line
-    per conversation whose grammar failed (peagle.engine.grammar.Matcher.failure).
+    cut_short: a line per answer that the context ended before its max_new_tokens, and per conversation whose answers
+    left no room for a later turn, which has no outcome. failed: a line per conversation whose grammar failed
+    (peagle.engine.grammar.Matcher.failure).
     """
 
     outcomes: list[Outcome]
@@ -213,9 +214,17 @@ class _Session:
             profile=profiled,
             profile_failed=profile_failed,
             interrupted=interrupted,
-            cut_short=tuple(self.cut_short.values()),
+            cut_short=(*self._ended_by_context(), *self.cut_short.values()),
             failed=tuple(self.failed.values()),
         )
+
+    def _ended_by_context(self) -> Iterator[str]:
+        """Yield a line per answer that is shorter than it may be, because `Pair.request` limits it to the context."""
+        most, context = self.config.answer.max_new_tokens, self.pair.room(self.config.engine.context)
+        for _, outcome in sorted(self.outcomes.items()):
+            request = outcome.result.request
+            if outcome.result.finish_reason == "length" and request.max_new_tokens < most:
+                yield beyond_context(request, most, context)
 
     def _profile(self, directory: Path) -> Breakdown:
         self.observer.stage("profiling", 0, 0)

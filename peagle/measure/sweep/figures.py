@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 
 from peagle.answers.result import LOOPING_ABOVE, Counters
-from peagle.measure.estimates import Estimate, Statistic, estimate, over_rounds, ratio, ratio_of_ratios, widened
+from peagle.measure.estimates import (
+    FEWEST,
+    Estimate,
+    Statistic,
+    estimate,
+    over_rounds,
+    ratio,
+    ratio_of_ratios,
+    widened,
+)
 from peagle.measure.metrics import busy_s, total
 from peagle.measure.sweep.plan import PLAIN, K, Plan, Variant, Workload
 from peagle.measure.sweep.store import Folder, Sample, SweepRequest
@@ -217,7 +226,7 @@ def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pa
         mean_length=_mean_length(pairings),
         length_without_loops=_length([pairing for pairing in pairings if not pairing.loops]),
         rate_per_position=tuple(map(accepted, range(len(counters.tried) if counters.num_steps else 0))),
-        tok_per_s=_of_rounds(rounds[:, [TOKENS, SECONDS]], ratio),
+        tok_per_s=_of_rounds(pairings, rounds[:, [TOKENS, SECONDS]], ratio),
         speedup=_of_times(pairings, rounds, RATES),
         speedup_repeats=tuple(ratio_of_ratios(rounds[:, RATES]).tolist()),
         cycle_cost=_of_times(pairings, rounds, COSTS) if variant.concurrency is None else None,
@@ -248,18 +257,18 @@ def _of_counters(pairings: Sequence[Pairing], row: Callable[[Counters], tuple[fl
     return estimate(table, ratio, [pairing.request.row for pairing in drafted])
 
 
-def _of_rounds(rounds: np.ndarray, statistic: Statistic) -> Estimate | None:
-    """Compute a statistic of times [rounds, c], with its interval over rounds."""
+def _of_rounds(pairings: Sequence[Pairing], rounds: np.ndarray, statistic: Statistic) -> Estimate | None:
+    """Compute a statistic of times [rounds, c], with its interval over rounds if there are FEWEST conversations."""
     if not len(rounds):
         return None
-    interval = over_rounds(statistic(rounds).tolist()) or (None, None)
-    return Estimate(float(statistic(rounds.sum(axis=0)[None])[0]), *interval)
+    value, few = float(statistic(rounds.sum(axis=0)[None])[0]), len({p.request.row for p in pairings}) < FEWEST
+    return Estimate(value) if few else Estimate(value, *(over_rounds(statistic(rounds).tolist()) or ()))
 
 
 def _of_times(pairings: Sequence[Pairing], rounds: np.ndarray, columns: list[int]) -> Estimate | None:
     """Estimate the ratio of a variant's times to plain decoding's."""
     if pairings[0].fast[0].variant.concurrency is not None:
-        return _of_rounds(rounds[:, columns], ratio_of_ratios)
+        return _of_rounds(pairings, rounds[:, columns], ratio_of_ratios)
     timed = [pairing for pairing in pairings if pairing.times.any()]
     table = np.array([pairing.times.sum(axis=0)[columns] for pairing in timed])
     figure = estimate(table, ratio_of_ratios, [pairing.request.row for pairing in timed])

@@ -216,7 +216,7 @@ def test_an_output_that_was_cut_off_anywhere_goes_on(run: Any, tmp_path: Path, o
     in_the_first = (first + more for more in (9, 1, 0, -1, -19, -199))
     for cut in (*at_the_end, *in_the_first, 30, 5, 1, 0):
         out.write_bytes(whole[:cut])
-        check_files(tmp_path / "in.jsonl", out)
+        check_files(tmp_path / "in.jsonl", out, "toy")
         assert out.read_bytes() == whole[:cut]
         counts = run(lines).counts
         assert (counts.done, counts.known) == (2, whole[:cut].count(b"\n"))
@@ -233,7 +233,7 @@ def test_an_answer_to_another_request_is_not_taken_for_this_ones(run: Any, make:
         run([line("0"), line("1", body={"prompt": [60], "max_tokens": 3})])
     other = make()
     other.model = "other"
-    with pytest.raises(InputError, match="answers of the model 'toy', and 'other' is loaded"):
+    with pytest.raises(InputError, match="answers of the model 'toy', but this one is 'other'"):
         run([line("0"), line("1")], by=other)
     assert out.read_bytes() == before
 
@@ -270,8 +270,6 @@ def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.Captu
     assert "2 lines answered, 1 refused; 11 tokens in " in said
     assert command([line("0"), line("1"), "{", line("2")]) == 0
     assert "1 line answered, 1 refused, 2 answered before; 7 tokens" in capfd.readouterr().err
-    assert command([line("0")], "-q") == 0
-    assert capfd.readouterr().err == ""
     assert command([line("0"), "["], "-q") == 0
     assert capfd.readouterr().err.startswith("peagle: warning: 0 lines answered, 1 refused, 1 answered before")
     named = line("3", body={"prompt": [50], "max_tokens": 2, "model": "mine"})  # as files for other servers do
@@ -291,6 +289,14 @@ def test_the_command_fails_if_a_line_did_or_every_line_is_refused(
     refused = ['{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}', "{"]
     assert command(refused) == 3
     assert command(refused) == 3  # a line of them is known
+
+
+def test_the_engine_is_no_larger_than_what_is_left(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command([line("0")]) == 0
+    assert "K = 3: 1 slot with a context of 128" in capfd.readouterr().err
+    assert command([line("0")]) == 0
+    said = capfd.readouterr().err
+    assert said.startswith("nothing is left") and "slot" not in said
 
 
 def test_ctrl_c_ends_the_command_and_says_how_to_go_on(

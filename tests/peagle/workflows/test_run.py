@@ -119,6 +119,13 @@ def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_
     assert "long" in line
 
 
+def test_an_answer_that_the_context_ends_is_told_in_the_words_of_the_engine(toy: Pair) -> None:
+    asked = RequestOptions(max_new_tokens=300, ignore_eos=True)
+    done = run(toy, [from_ids([50])], RunConfig(answer=asked, engine=EngineConfig(K, context=16), baseline=False))
+    (line,) = done.cut_short
+    assert "1 tokens and at most 300 new ones; expected a sum of at most 16, the context" in line
+
+
 @slots_of_both_ways
 def test_a_grammar_that_cannot_be_followed_ends_its_own_conversation(
     toy: Pair, slots: int, monkeypatch: pytest.MonkeyPatch
