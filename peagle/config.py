@@ -6,7 +6,6 @@ The docstring below a field is the help of its flag.
 """
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import numbers
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
-from peagle.base.errors import InputError
+from peagle.base.errors import InputError, meant
 from peagle.base.flag import (
     ENGINE,
     MACHINE,
@@ -156,8 +155,7 @@ def configs_of(options: Mapping[str, Any], *kinds: type[Any]) -> list[Any]:
     values: dict[type[Any], dict[str, Any]] = {kind: {} for kind in kinds}
     for name, value in options.items():
         if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}"
+            hint = f"did you mean {close}?" if (close := meant(name, names)) else f"expected one of {', '.join(names)}"
             raise InputError(f"{name} is not an option; {hint}", name)
         value = _plain(value)
         check_type(name, value, field_types(names[name])[name])  # type: ignore[arg-type]  # a class has a hash

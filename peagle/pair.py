@@ -57,7 +57,6 @@ from peagle.protocols import Drafter, Target
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
 
-DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_SAMPLING = SamplingParams()
 CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are compiled
 

@@ -143,6 +143,10 @@ class Result:
     error: str | None = None  # if finish_reason is "error": why the request could not follow its grammar
 
     @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_ids)
+
+    @property
     def counters(self) -> Counters:
         return Counters.of(self.steps, self.num_speculative_tokens, self.num_truncated)
 
@@ -182,11 +186,6 @@ class Result:
     def tpot_s(self) -> float | None:
         """Seconds per token after the first: (time of the last - time of the first) / (emitted - 1)."""
         return None if not (rate := self.tok_per_s) else 1 / rate
-
-    @property
-    def itl_s(self) -> tuple[float, ...]:
-        """Seconds between arrivals, however many tokens arrive together."""
-        return tuple(after - before for before, after in itertools.pairwise(self.times_s))
 
     @property
     def loop_share(self) -> float | None:
@@ -276,7 +275,7 @@ class Assembler:
         self._texts: list[str] = []
         self._steps: list[StepRecord] = []
         self._times: list[float] = []
-        self._num_cached_tokens = 0
+        self.num_cached_tokens = 0
         self._error: str | None = None
 
     def add(self, chunk: TokenChunk) -> Piece:
@@ -299,7 +298,7 @@ class Assembler:
         self._steps += steps
         if token_ids:
             self._times.append(chunk.time_s)
-        self._num_cached_tokens += chunk.num_cached_tokens
+        self.num_cached_tokens += chunk.num_cached_tokens
         self._texts.append(text_of(deltas))
         ends, index, logprobs = self.finish_reason, self._index, self.logprobs
         return Piece(chunk, token_ids, deltas, parts, steps, ends, at_stop, cut, logprobs, index)
@@ -309,6 +308,14 @@ class Assembler:
         text = text_of(self._parser.finish()) if self.finish_reason is None and self._parser is not None else ""
         self._texts.append(text)
         return text
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._ids)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._parser is None else self._parser.num_reasoning_tokens
 
     def result(self) -> Result:
         return Result(
@@ -322,8 +329,8 @@ class Assembler:
             last_s=self._times[-1] if self._times else None,
             steps=tuple(self._steps),
             logprobs=tuple(self.logprobs),
-            num_cached_tokens=self._num_cached_tokens,
-            num_reasoning_tokens=0 if self._parser is None else self._parser.num_reasoning_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_reasoning_tokens=self.num_reasoning_tokens,
             times_s=tuple(self._times),
             error=self._error,
         )

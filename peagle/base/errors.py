@@ -1,9 +1,11 @@
 """The error and the warning for bad input."""
 
+import difflib
 import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -32,6 +34,11 @@ def not_installed(what: str, package: str, extra: str) -> InputError:
     No package index has peagle, so the message tells how to install the extra from a checkout.
     """
     return InputError(f"{what} {package}, which is not installed; in the checkout of peagle: pip install '.[{extra}]'")
+
+
+def meant(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that a misspelt one is likely to mean; None if none is like it."""
+    return next(iter(difflib.get_close_matches(name, [*names], 1)), None)
 
 
 def refuse_shadowed() -> None:

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import textwrap
@@ -22,7 +21,7 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
-from peagle.base.errors import InputError, not_installed
+from peagle.base.errors import InputError, meant, not_installed
 from peagle.base.flag import Flag, Takes, check_type, expected_of
 
 ARGUMENTS, OPTIONS = Group("Arguments", sort_key=-2), Group("Options", sort_key=-1)
@@ -232,8 +231,7 @@ def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     by_path = {}
     for name, value in values.items():
         if name not in options:
-            close = difflib.get_close_matches(name, options, 1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            hint = f" (did you mean {close}?)" if (close := meant(name, options)) else ""
             raise InputError(f"{name} is not an option of this version{hint}", name)
         value = tuple(value) if isinstance(value, list) else value
         check_type(name, value, options[name].kind)
@@ -288,8 +286,8 @@ def _reason(error: CycloptsError, options: Sequence[Option]) -> str:
 
 
 def _unknown(what: str, typed: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(typed, [name for name in names if name], 1)
-    return f"no such {what}: {typed}" + (f"; did you mean {close[0]}?" if close else "")
+    close = meant(typed, filter(None, names))
+    return f"no such {what}: {typed}" + (f"; did you mean {close}?" if close else "")
 
 
 def _read_int(_: Any, tokens: Sequence[Any]) -> int:

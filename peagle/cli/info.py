@@ -49,7 +49,7 @@ class Info:
         from drafter.dialects import is_drafter_config
         from drafter.load import inspect_drafter, map_warning
         from peagle.base.checkpoint import CONFIG, read_json
-        from peagle.loading.checkpoints import another_target
+        from peagle.loading.checkpoints import another_target, auto_drafts
         from peagle.loading.fit import aux_layers_warning, fitting_aux_layers
         from peagle.parallel.mesh import parse_mesh
         from peagle.workflows.inspection import drafter_rows, engine_rows, mesh_rows, target_rows
@@ -68,11 +68,11 @@ class Info:
             else:
                 targets.append((name, path, inspect_target(path)))
         _check_kinds(self, len(targets), len(drafters), [name for name, _ in paths])
-        tables = {}
+        tables, k = {}, auto_drafts(drafters[0][1] if drafters else None)
         for _, path, files in targets:
-            rows = target_rows(files, path)
+            rows = target_rows(files, path, k)
             if shape is not None:
-                rows += mesh_rows(files, shape, self.device, slots, self.context)
+                rows += mesh_rows(files, shape, self.device, slots, self.context, k)
             tables[path] = "GPT-OSS target", rows
         warnings = []
         for name, path, checkpoint, config in drafters:

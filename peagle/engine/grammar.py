@@ -86,8 +86,8 @@ class Grammar:
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
-        except (ValueError, RecursionError):
-            raise GrammarError("the JSON schema is not valid JSON; expected an object") from None
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"the JSON schema is not valid JSON: {error}; expected an object") from None
         if not isinstance(parsed, Mapping | bool):
             raise GrammarError(f"the JSON schema is {type(parsed).__name__}; expected an object")
         check_size(parsed)

@@ -79,8 +79,8 @@ class ResolvedConfig(EngineConfig):
 def beyond_context(request: Request, max_new_tokens: int, context: int) -> str:
     """Say that a request's prompt and so many new tokens exceed the context."""
     return (
-        f"{request.name} has {len(request.prompt_ids)} tokens and at most {max_new_tokens} new ones; expected a sum of at "
-        f"most {context}, the context: shorten one of them or raise the context"
+        f"{request.name} has {len(request.prompt_ids)} tokens and at most {max_new_tokens} new ones; expected a sum of "
+        f"at most {context}, the context: shorten one of them or raise the context"
     )
 
 

@@ -147,17 +147,23 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
 
 
 def auto_drafts(drafter_directory: Path | None) -> int:
-    """Return the most drafts of a step with K "auto": as the drafter's speculation.json says, within its block.
+    """Return the most drafts of a step with K "auto" (`draft_limits`)."""
+    return draft_limits(drafter_directory)[0]
 
-    None: a drafter without weights. Reads no weights. Raises InputError for an unreadable file.
+
+def draft_limits(drafter_directory: Path | None) -> tuple[int, int | None]:
+    """Return (most drafts of a step with K "auto", drafts that the drafter was trained for, if a recipe is beside it).
+
+    The first is as the drafter's speculation.json says, else as it was trained, within its block. None: a drafter
+    without weights. Reads no weights. Raises InputError for an unreadable file.
     """
     from drafter.dialects import open_drafter, parse_config
     from drafter.trained import trained_depth
 
     if drafter_directory is None:
-        return DEFAULT_DRAFTS
-    drafts = read_auto_drafts(drafter_directory)
+        return DEFAULT_DRAFTS, None
+    trained, drafts = trained_depth(drafter_directory), read_auto_drafts(drafter_directory)
     if drafts is None:
-        drafts = min(DEFAULT_DRAFTS, trained_depth(drafter_directory) or DEFAULT_DRAFTS)
+        drafts = min(DEFAULT_DRAFTS, trained or DEFAULT_DRAFTS)
     most = parse_config(open_drafter(drafter_directory)).block_drafts
-    return drafts if most is None else min(drafts, most)
+    return drafts if most is None else min(drafts, most), trained

@@ -23,7 +23,7 @@ from peagle.base.sizes import format_size
 from peagle.config import AUTO, DtypeName, ExpertsChoice, KernelsChoice, Reduction
 from peagle.engine.devices.remote import Coordinator
 from peagle.engine.host.handoff import Fingerprints
-from peagle.loading.checkpoints import DEMO, WEIGHTLESS, another_target, auto_drafts, drafter_path, resolve
+from peagle.loading.checkpoints import DEMO, WEIGHTLESS, another_target, draft_limits, drafter_path, resolve
 from peagle.loading.defaults import chosen_implementation, default_chunk, default_dtype, steps_per_dispatch
 from peagle.loading.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
 from peagle.ops.attention import CacheGroup
@@ -303,7 +303,6 @@ def with_drafter(
     target: the argument that the pair was loaded with. Raises InputError, and warns, as `load` does.
     """
     from drafter.propose import drafter_of
-    from drafter.trained import trained_depth
     from drafter.vocabulary import narrow
 
     target_directory, drafter_directory = resolve(target, "target"), drafter_path(target, drafter)
@@ -312,7 +311,7 @@ def with_drafter(
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     narrowed = window_description = drafted = None
     drafter_fingerprint = "" if drafter is None else str(drafter)  # n-gram: no files
-    most_drafts = auto_drafts(drafter_directory)
+    most_drafts, trained_drafts = draft_limits(drafter_directory)
     window = chosen_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
@@ -346,7 +345,7 @@ def with_drafter(
             drafter_window=window_description,
         ),
         auto_drafts=most_drafts,
-        trained_drafts=None if drafter_directory is None else trained_depth(drafter_directory),
+        trained_drafts=trained_drafts,
         fingerprints=Fingerprints(pair.fingerprints.target, drafter_fingerprint),
     )
 

@@ -7,11 +7,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from peagle.answers.result import Counters, Piece, Result
 from peagle.base.strict_json import Written, dumps, number
-from peagle.engine.request import TokenLogprobs
+from peagle.engine.request import Request, TokenLogprobs
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.serve.bodies import CustomTool, StreamOptions, Tool
 from peagle.serve.errors import ApiError
@@ -23,18 +23,32 @@ from peagle.text.tokenizer import Tokenizer
 DONE = "data: [DONE]\n\n"
 
 
+class Counted(Protocol):
+    """An answer, complete or not, whose tokens are counted: an Assembler or a Result."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def num_reasoning_tokens(self) -> int: ...
+
+
 @dataclass
 class Formatter:
     """Formats the reply of an endpoint. `read` makes entries of every piece: events, or parts of the whole reply.
 
     Log-probabilities become JSON as their pieces arrive, since all at the end would block the event loop for seconds.
-    results: returns those of the answers so far.
+    answers: what has been read of each. results: returns them as results, for which it copies their tokens.
     """
 
     model: str
     tokenizer: Tokenizer | None
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
+    answers: Sequence[Counted] = ()
     results: Callable[[], Sequence[Result]] = list
     _json_by_token: dict[int, str] = field(default_factory=dict)  # see `_token_json`
 
@@ -102,7 +116,7 @@ class ChoicesFormatter(Formatter):
     def event(self, entry: Any) -> str:
         extra, options = "", self.options
         if options.include_usage:
-            extra = f', "usage": {dumps(usage(self.results()) if options.continuous_usage_stats else None)}'
+            extra = f', "usage": {dumps(usage(self.answers) if options.continuous_usage_stats else None)}'
         return f'data: {self._chunk_head}, "choices": [{dumps(entry, ensure_ascii=False)}]{extra}}}\n\n'
 
     def end(self) -> str:
@@ -200,17 +214,17 @@ class ChannelFormatter(Formatter):
         return f'{{"token": {super()._write_token(token_id)}, "bytes": {[*data]}, "logprob": '
 
 
-def usage(results: Sequence[Result]) -> Usage:
+def usage(answers: Sequence[Counted]) -> Usage:
     """Count tokens. A prompt with n answers counts once."""
-    prompts = [result for result in results if result.request.index == 0]
-    prompt = sum(len(result.request.prompt_ids) for result in prompts)
-    completion = sum(len(result.output_ids) for result in results)
+    prompts = [answer for answer in answers if answer.request.index == 0]
+    prompt = sum(len(answer.request.prompt_ids) for answer in prompts)
+    completion = sum(answer.num_output_tokens for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in prompts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(result.num_reasoning_tokens for result in results)},
+        "prompt_tokens_details": {"cached_tokens": sum(answer.num_cached_tokens for answer in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.num_reasoning_tokens for answer in answers)},
     }
 
 

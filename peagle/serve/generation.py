@@ -35,7 +35,6 @@ class Generation:
         decode: bool = True,
     ) -> None:
         self.stream, self.formatter, self._constraint = stream, formatter, constraint
-        formatter.results = self.results
         num_answers = 1 + max(request.index for request in requests)  # to each prompt
         self._answers = [
             Answer(
@@ -53,6 +52,7 @@ class Generation:
             )
             for index, request in enumerate(requests)
         ]
+        formatter.answers, formatter.results = [answer.assembler for answer in self._answers], self.results
         self._call = (loop.submit if decode else loop.echo)(requests)
 
     async def reply(self) -> Mapping[str, Any]:
@@ -114,20 +114,20 @@ class Answer:
 
     def __init__(self, assembler: Assembler, metrics: Metrics, num_answers: int) -> None:
         """num_answers: to the prompt."""
-        self._assembler, self._metrics, self._num_answers = assembler, metrics, num_answers
+        self.assembler, self._metrics, self._num_answers = assembler, metrics, num_answers
         self.result = assembler.result
         self._queued_s: float | None = None  # None: not begun
         self._last_s: float | None = None
         self._ended = False
 
     def read(self, chunk: TokenChunk) -> Piece:
-        metrics, piece = self._metrics, self._assembler.add(chunk)
+        metrics, piece = self._metrics, self.assembler.add(chunk)
         if self._queued_s is None and (chunk.token_ids or chunk.queued_s is not None):
             self._begin(chunk)
         if piece.token_ids:
             metrics.count(generation_tokens=len(piece.token_ids))
             if self._last_s is None:
-                metrics.observe(time_to_first_token_seconds=chunk.time_s - self._assembler.started_s)
+                metrics.observe(time_to_first_token_seconds=chunk.time_s - self.assembler.started_s)
             else:
                 metrics.observe(inter_token_latency_seconds=chunk.time_s - self._last_s)
             self._last_s = chunk.time_s
@@ -147,7 +147,7 @@ class Answer:
 
     def _begin(self, chunk: TokenChunk) -> None:
         """Count the prompt. What had no slot was not computed."""
-        self._queued_s, length = chunk.queued_s or 0.0, len(self._assembler.request.prompt_ids)
+        self._queued_s, length = chunk.queued_s or 0.0, len(self.assembler.request.prompt_ids)
         self._metrics.count(
             prompt_tokens=length, prefix_cache_queries=length, prefix_cache_hits=chunk.num_cached_tokens
         )

@@ -10,6 +10,7 @@ import pydantic
 import pydantic_core
 from fastapi import Request
 
+from peagle.base.errors import meant
 from peagle.base.settings import brief
 from peagle.serve.bodies import MOST_PROMPTS, MOST_TOOLS, Body
 from peagle.serve.errors import ApiError
@@ -70,7 +71,7 @@ def parse(kind: type[BodyT], body: bytes, context: int | None = None) -> BodyT:
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
-        raise _refusal(error, kind.cures) from None
+        raise _refusal(error, kind) from None
 
 
 def read_json(body: bytes) -> Any:
@@ -113,8 +114,8 @@ def check_messages(count: int, context: int, name: str) -> None:
         raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
-def _refusal(error: pydantic.ValidationError, cures: Mapping[str, str]) -> ApiError:
-    """Make the error of the first wrong field. cures: see Body."""
+def _refusal(error: pydantic.ValidationError, kind: type[Body]) -> ApiError:
+    """Make the error of the first wrong field of a body."""
     first, *_ = error.errors(include_url=False)
     # pydantic's location also has the branches of unions: "str", and the tags in brackets
     path = [str(part) for part in first["loc"] if isinstance(part, int) or not (part == "str" or "[" in part)]
@@ -126,7 +127,8 @@ def _refusal(error: pydantic.ValidationError, cures: Mapping[str, str]) -> ApiEr
         message = f"{name}.type is {brief(value['type'])}; expected {' or '.join(tags.rsplit(', ', 1))}"
         return ApiError(400, message, f"{name}.type", "unsupported_parameter")
     if first["type"] == "extra_forbidden":
-        cure = cures.get(name, "leave it out")
+        close = meant(name, kind.model_fields) if len(path) == 1 else None
+        cure = kind.cures.get(name) or (f"did you mean {close}? Else leave it out" if close else "leave it out")
         return ApiError(
             400, f"{name} is not supported here (it is {brief(value)}); {cure}", name, "unsupported_parameter"
         )

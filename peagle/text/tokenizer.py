@@ -19,6 +19,7 @@ from typing import Any
 
 from peagle.base.errors import InputError
 from peagle.base.files import reason_of
+from peagle.base.settings import brief
 
 # chat templates get this date instead of today's, because acceptance must not change by the day
 DEFAULT_DATE = "2025-08-05"
@@ -41,13 +42,15 @@ class TextTooLong(InputError):
 
 
 class TemplateError(InputError):
-    """A chat template refuses a chat."""
+    """A chat template refuses a chat, or is none."""
 
-    def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(
-            f"{directory}: the chat template refuses this chat: {reason}; leave it out, or give --raw-prompt"
-        )
-        self.reason = reason
+    def __init__(self, directory: Path, template: str, error: Exception) -> None:
+        self.reason, line = reason_of(error), getattr(error, "lineno", None)  # a syntax error has a line, but no column
+        message = f"the chat template refuses this chat: {self.reason}; leave it out"
+        if line is not None:
+            text = brief(template.split("\n")[line - 1].strip())
+            message = f"line {line} of the chat template, {text}, is no Jinja: {self.reason}; correct it"
+        super().__init__(f"{directory}: {message}, or give --raw-prompt")
 
 
 class Tokenizer:
@@ -147,7 +150,7 @@ class Tokenizer:
                 **dates,
             )
         except Exception as error:  # templates may raise anything
-            raise TemplateError(self._directory, reason_of(error)) from None
+            raise TemplateError(self._directory, template, error) from None
         json_of = {mark: text.translate(masks) for mark, text in zip(marks, verbatim, strict=True)}
         if marks:
             mark = f"[{''.join(marks)}]"

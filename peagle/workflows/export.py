@@ -14,12 +14,12 @@ from drafter.dialects import DEFAULT_DRAFTS, PACKAGE, VLLM, Dialect, open_drafte
 from drafter.load import load_drafter, save_drafter, shared_tensors, sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, LOG, read_log
-from drafter.trained import DRAFTER, RECIPE, read_record, recorded_coverage
+from drafter.trained import DRAFTER, RECIPE, read_record, recorded_coverage, trained_depth
 from drafter.vocabulary import FREQUENT_TOKENS, Coverage
 from peagle.base.errors import InputError
 from peagle.base.files import encoded
 from peagle.base.strict_json import dumps
-from peagle.loading.checkpoints import DEMO, name_for_others, target_folder
+from peagle.loading.checkpoints import DEMO, auto_drafts, name_for_others, target_folder
 from peagle.loading.fit import check_fit, describe_windows
 from peagle.loading.speculation import SPECULATION_FILE
 from peagle.measure.metrics import figure_text
@@ -92,6 +92,8 @@ def export(
     params, config = sort_aux_layers(params, with_positions(stored, target, source))
     beside = {name: source / name for name in (FREQUENT_TOKENS, SPECULATION_FILE)}
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
+    if SPECULATION_FILE not in files and trained_depth(source) is not None:  # by the recipe, which stays behind
+        files[SPECULATION_FILE] = encoded(dumps({"num_speculative_tokens": auto_drafts(source)}) + "\n")
     write_with_card(out, params, config, dialect, verifier, source.parent, files)
     shared = shared_tensors(open_drafter(out))
     ends: dict[str, Any] = {"target_embedding": params.embedding, "target_lm_head": params.lm_head} if shared else {}

@@ -26,7 +26,6 @@ from peagle.loading.speculation import SPECULATION_FILE
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pools
 from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.ops.native import available as native_available
-from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
 from peagle.parallel.mesh import MeshShape
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
@@ -36,18 +35,19 @@ from target.load import TargetFiles, weight_bytes
 
 TOKENS = 1000  # for which the table shows the memory of the KV cache
 LONG = 1 << 17  # context at which the pages of a window are all in use
-ONE_STEP = f"K = {DEFAULT_NUM_SPECULATIVE_TOKENS}, one step per dispatch"
+ONE_STEP = "K = {k}, one step per dispatch"
 FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
 INT8 = jnp.dtype(jnp.int8)  # with one byte per value, the bytes of a page count its values
 
 Rows = list[tuple[str, str]]
 
 
-def target_rows(files: TargetFiles, path: Path) -> Rows:
+def target_rows(files: TargetFiles, path: Path, k: int) -> Rows:
+    """Make the rows of a target. k: drafts of a step."""
     c = files.config
     kinds = {kind: c.layer_types.count(kind) for kind in (SLIDING, FULL)}
-    per_token, per_slot = _kv_values(*target_pages(c, INT8))
-    retained, _ = _kv_values(*target_pages(c, INT8, retain_full_kv=True))
+    per_token, per_slot = _kv_values(*target_pages(c, INT8), k)
+    retained, _ = _kv_values(*target_pages(c, INT8, retain_full_kv=True), k)
     try:
         aux_layers = _list(default_aux_layer_ids(c.num_layers))
     except InputError:
@@ -70,7 +70,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("in memory", _target_memory(files)),
         ("loaded here", f"{format_size(needed)} for {_dtype(path).name} arithmetic; {fits}"),
         (f"KV cache per {TOKENS:,} tokens", f"{_memory_of(per_token)} (full layers)"),
-        ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP})"),
+        ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP.format(k=k)})"),
         ("with --retain-full-kv", f"{_memory_of(retained)} per {TOKENS:,} tokens, and no pages per slot"),
         ("default aux layers", aux_layers),
         ("stop tokens", stop_tokens),
@@ -79,8 +79,9 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
     ]
 
 
-def mesh_rows(files: TargetFiles, shape: MeshShape, device: str, slots: int, positions: int) -> Rows:
-    c, k = files.config, DEFAULT_NUM_SPECULATIVE_TOKENS
+def mesh_rows(files: TargetFiles, shape: MeshShape, device: str, slots: int, positions: int, k: int) -> Rows:
+    """Make the rows of a target on a mesh. k: drafts of a step."""
+    c = files.config
     of_ranks = rank_bytes(c, files.mxfp4, shape)
     first, last = of_ranks[0], of_ranks[-1]
     own = shared_slots(slots, shape.dp)
@@ -113,7 +114,8 @@ def drafter_rows(
     weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
     parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
     c, window = windowed(config, chosen_window(path, AUTO), by_option=False)
-    per_token, per_slot = _kv_values(*_drafter_pages(c))
+    k = auto_drafts(path)
+    per_token, per_slot = _kv_values(*_drafter_pages(c), k)
     proposes = f"all of the target's {c.vocab_size:,} tokens"
     if c.draft_vocab_size < c.vocab_size:
         unknown = "; peagle parity measures how many of an answer's they are"
@@ -129,12 +131,16 @@ def drafter_rows(
         *([] if c.block_drafts is None else [("block", f"{c.block_size} rows: up to {c.block_drafts} drafts")]),
         ("aux layers", f"{c.num_aux_layers}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
         ("window", window),
-        ("drafts by auto", _drafts(path)),
+        ("drafts by auto", _drafts(path, k)),
         ("parameters", f"{parameters:,}"),
         ("on disk", format_size(_disk_bytes(path))),
         ("in memory", _memory_of(parameters)),
         *([(f"KV cache per {TOKENS:,} tokens", _memory_of(per_token))] if per_token else []),
-        *([("KV pages per slot", f"{_memory_of(per_slot)} (layers with a window, {ONE_STEP})")] if per_slot else []),
+        *(
+            [("KV pages per slot", f"{_memory_of(per_slot)} (layers with a window, {ONE_STEP.format(k=k)})")]
+            if per_slot
+            else []
+        ),
         ("kernels", describe_kernels()),
     ]
 
@@ -145,7 +151,7 @@ def engine_rows(
     """Make the rows of an engine: the pages that its slots reserve, and the tokens that fit into memory."""
     weights, drafter_config, dtype = _weight_bytes(target[0]), None, _dtype(target[0])
     config = ResolvedConfig(
-        DEFAULT_NUM_SPECULATIVE_TOKENS if drafter else 0,
+        auto_drafts(drafter[0]) if drafter else 0,
         slots,
         context,
         prefill_chunk=min(default_chunk(), context),
@@ -169,7 +175,7 @@ def engine_rows(
         fits = f"{max(fitting, 0) * PAGE_SIZE:,} in the memory that the weights leave now ({dtype.name})"
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
     return [
-        ("slots", f"{config.slots}, K = {config.num_drafts}"),
+        ("slots", f"{config.slots}, {f'K <= {config.num_drafts}' if drafter else 'plain decoding'}"),
         ("tokens reserved", f"{num_pages[0] * PAGE_SIZE:,}, in {num_pages[0]:,} pages of {PAGE_SIZE}"),
         *([("pages of windows", " + ".join(f"{count:,}" for count in windows))] if windows else []),
         ("in memory", _memory_of(reserved)),
@@ -177,10 +183,10 @@ def engine_rows(
     ]
 
 
-def _drafts(path: Path) -> str:
+def _drafts(path: Path, k: int) -> str:
     """Describe how `auto` drafts, and the file that says so."""
     source = f"by {SPECULATION_FILE}" if (path / SPECULATION_FILE).is_file() else f"there is no {SPECULATION_FILE}"
-    return f"{auto_drafts(path)} at most per step; {source}"
+    return f"{k} at most per step; {source}"
 
 
 def _target_memory(files: TargetFiles) -> str:
@@ -213,13 +219,13 @@ def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple
     return groups, page_bytes(groups, init_pages)
 
 
-def _kv_values(groups: tuple[CacheGroup, ...], page_values: tuple[int, ...]) -> tuple[int, int]:
+def _kv_values(groups: tuple[CacheGroup, ...], page_values: tuple[int, ...], k: int) -> tuple[int, int]:
     """Count cached values: (of TOKENS tokens in full layers, in the window pages of one slot).
 
-    page_values: values in a page, by group.
+    page_values: values in a page, by group. k: drafts of a step.
     """
     full = sum(size for size, group in zip(page_values, groups, strict=True) if group.window is None)
-    slot_pages = Sizing(groups, page_values, ResolvedConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, context=LONG)).slot_pages
+    slot_pages = Sizing(groups, page_values, ResolvedConfig(k, context=LONG)).slot_pages
     return TOKENS * full // PAGE_SIZE, sum(count * size for count, size in zip(slot_pages, page_values, strict=True))
 
 

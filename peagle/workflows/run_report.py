@@ -207,18 +207,18 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
     if len(all_rates) > MOST_RATES:
         rates += f", and of {len(all_rates) - MOST_RATES} more in --json"
     adaptive, k = run.engine.adaptive, run.engine.num_drafts
-    steps = f"{summary['num_spec_steps']} steps of K {'<=' if adaptive else '='} {k}"
+    steps = f"{summary['num_spec_steps']} steps with drafts (K {'<=' if adaptive else '='} {k})"
     if adaptive:
-        steps += f", {summary['num_plain_steps']} plain"
+        steps += f", {summary['num_plain_steps']} without"
         if not summary["num_spec_steps"]:
             why = "since none was likely enough to save time (-k K verifies K in every step)"
             return f"no draft was verified, {why} | {steps}"
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if adaptive:
-        text += f" | {summary['num_proposed_draft_tokens']} drafted, {summary['num_draft_tokens']} verified, "
+        text += f" | drafts: {summary['num_proposed_draft_tokens']} proposed, {summary['num_draft_tokens']} verified, "
         text += f"{summary['num_accepted_draft_tokens']} accepted"
         if summary["num_looked_up_draft_tokens"]:
-            text += f", {summary['num_looked_up_draft_tokens']} of these looked up in the text"
+            text += f"; {summary['num_looked_up_draft_tokens']} of the accepted were looked up in the text"
     if summary["looping_requests_frac"]:
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"
         if summary["acceptance_length_without_loops"] is not None:

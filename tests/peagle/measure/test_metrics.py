@@ -177,10 +177,8 @@ def test_waits_are_between_arrivals_and_those_of_a_dispatch_are_one() -> None:
         assembler.add(TokenChunk(REQUEST, ids, time_s))
     timed = assembler.result()
     assert timed.times_s == (2.0, 2.5, 4.0)
-    assert timed.itl_s == (0.5, 1.5)
     assert timed.tpot_s == pytest.approx(2.0 / 4)
     assert result([1]).tpot_s is None
-    assert result([]).itl_s == ()
 
 
 def test_pooled_speed_counts_shared_time_once() -> None:

@@ -296,7 +296,8 @@ def test_the_engine_is_no_larger_than_what_is_left(command: Any, capfd: pytest.C
     assert "K = 3: 1 slot with a context of 128" in capfd.readouterr().err
     assert command([line("0")]) == 0
     said = capfd.readouterr().err
-    assert said.startswith("nothing is left") and "slot" not in said
+    assert said.startswith("nothing is left")
+    assert "slot" not in said
 
 
 def test_ctrl_c_ends_the_command_and_says_how_to_go_on(
