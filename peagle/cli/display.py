@@ -207,7 +207,7 @@ class Display:
         if stage == "measuring":
             self.measuring(done, total)
         elif stage not in ("decoding", "comparing"):
-            self._show("profiling some steps" if stage == "profiling" else stage)
+            self._show(stage)
         else:
             self._done, self._began = done, self._began or time.perf_counter()
             self._finished = self._num_tokens = 0

@@ -87,8 +87,6 @@ class Speculate:
     json: Annotated[str | None, JSON] = None
     trace: Annotated[str | None, Flag(OUTPUT, "FILE")] = None
     """Write a JSON line per step: drafts, number accepted, next token."""
-    profile: Annotated[str | None, Flag(OUTPUT, "DIR")] = None
-    """Trace some steps with JAX's profiler, and report where their time goes."""
     quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
@@ -100,13 +98,11 @@ class Speculate:
 def decode(settings: Speculate) -> int:
     """Decode, and return the exit code: text to standard output, the summary to standard error, the rest to files.
 
-    Raises InputError before anything is written. Two errors come at the end, after all output: a failed profile, and
-    requests whose grammar failed.
+    Raises InputError before anything is written; only that of requests whose grammar failed comes after all output.
     """
     from peagle.cli.display import Display
     from peagle.cli.models import check_slots, chosen_models, load_pair, unused_rendering, unused_sampling
     from peagle.loading.checkpoints import resolve
-    from peagle.measure.profile import make_directory
     from peagle.measure.provenance import peak_memory_bytes, provenance
     from peagle.pair import RequestOptions
     from peagle.workflows.run import RunConfig, run
@@ -117,20 +113,16 @@ def decode(settings: Speculate) -> int:
     if settings.answer.logprobs is not None and settings.quiet and json_file is None:
         raise InputError("--logprobs are shown in the notes that --quiet leaves out; give --json FILE, too")
     check_slots(settings.engine.slots, settings.load.mesh)
-    profile = None if settings.profile is None else Path(settings.profile)
     config = RunConfig(
         answer=RequestOptions(**vars(settings.answer), grammar=_grammar(settings)),
         sampling=settings.sampling,
         engine=settings.engine,
         baseline=not settings.no_baseline and not (settings.quiet and json_file is None),  # nothing shows it
         compare_s=COMPARE_S,
-        profile=profile,
         rendering=settings.rendering,
     )
     with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
         conversations, skipped, warnings = _prompts(settings, resolve(target, "target"))
-    if profile is not None:
-        make_directory(profile)
 
     display = Display(
         text=settings.json != STANDARD_OUTPUT,
@@ -170,8 +162,6 @@ def decode(settings: Speculate) -> int:
     display.summary(summary_lines(outcome, peak, skipped))
     if settings.quiet:  # otherwise the summary has them
         display.warn(outcome.cut_short)
-    if outcome.profile_failed is not None:
-        raise InputError(f"--profile {profile} failed: {outcome.profile_failed}")
     if outcome.failed:
         first, *others = outcome.failed
         raise InputError(f"{first}; and {len(others)} more" if others else first)

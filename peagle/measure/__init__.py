@@ -1,1 +1,1 @@
-"""Measure: figures of requests, benchmarks, profiles and sweeps, and where figures come from."""
+"""Measure: figures of requests, benchmarks and sweeps, and where figures come from."""

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 from peagle.answers.result import Assembler, Piece, Result, decode, follow, submit
@@ -29,7 +28,6 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig, beyond_context
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
-from peagle.measure.profile import Breakdown, profile
 from peagle.pair import DEFAULT_SAMPLING, Pair, RequestOptions
 from peagle.text.prompts import Conversation, Rendering
 
@@ -49,7 +47,6 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()  # noqa: RUF009  # frozen
     baseline: bool = True
     compare_s: float = 0.0  # how long a single request is compared; the first round may take longer
-    profile: Path | None = None  # directory for a trace of some steps (peagle.measure.profile)
     rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
 
 
@@ -115,8 +112,6 @@ class Run:
     engine: ResolvedConfig = ResolvedConfig()  # noqa: RUF009  # of the engine that speculates
     compares: bool = False  # with plain decoding
     prefix_cache: PrefixCacheUse | None = None  # of the engine that speculates, since it was made
-    profile: Breakdown | None = None
-    profile_failed: str | None = None  # why there is no profile
     interrupted: bool = False
     cut_short: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
@@ -127,7 +122,7 @@ class Run:
         return self.costs is not None and not self.costs.can_gain(1, self.engine.num_drafts)
 
 
-RunStage = Literal["compiling", "measuring", "decoding", "comparing", "profiling"]
+RunStage = Literal["compiling", "measuring", "decoding", "comparing"]
 
 
 def _ignore(*_: object) -> None:
@@ -186,7 +181,7 @@ class _Session:
         self.capacity = needed if config.engine.context is None else config.engine.context
 
     def run(self) -> Run:
-        interrupted, profiled, profile_failed, used = False, None, None, None
+        interrupted, used = False, None
         try:
             for number, requests in enumerate(self._groups()):
                 self._decode_group(number, requests)
@@ -194,11 +189,6 @@ class _Session:
             if self.total == 1:
                 for outcome in self.outcomes.values():
                     self._compare_again(outcome)
-            if self.config.profile is not None:
-                try:
-                    profiled = self._profile(self.config.profile)
-                except (InputError, OSError, RuntimeError) as error:  # keep the answers
-                    profile_failed = str(error).partition("\n")[0]
         except KeyboardInterrupt:
             interrupted = True
         engine = self._engine(self.k)
@@ -211,8 +201,6 @@ class _Session:
             engine=engine.config,
             compares=self.compares,
             prefix_cache=used,
-            profile=profiled,
-            profile_failed=profile_failed,
             interrupted=interrupted,
             cut_short=(*self._ended_by_context(), *self.cut_short.values()),
             failed=tuple(self.failed.values()),
@@ -225,11 +213,6 @@ class _Session:
             request = outcome.result.request
             if outcome.result.finish_reason == "length" and request.max_new_tokens < most:
                 yield beyond_context(request, most, context)
-
-    def _profile(self, directory: Path) -> Breakdown:
-        self.observer.stage("profiling", 0, 0)
-        requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
-        return profile(self._engine(self.k), requests, directory)
 
     def _groups(self) -> Iterator[list[Request]]:
         """Yield the requests with which a group begins: requests that are decoded, then compared.

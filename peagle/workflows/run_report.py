@@ -10,7 +10,6 @@ from peagle.base import strict_json
 from peagle.base.sizes import format_size
 from peagle.engine.memory.kv_memory import PrefixCacheUse
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
-from peagle.measure.profile import Breakdown
 from peagle.pair import Pair
 from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import Outcome, Run, RunConfig
@@ -35,7 +34,6 @@ def report(
         "provenance": provenance,
         "config": {**names, **_config_block(run, pair, config)},
         "skipped": [dataclasses.asdict(row) for row in skipped],
-        "profile": None if run.profile is None else dataclasses.asdict(run.profile),
         "requests": [_request_block(outcome) for outcome in run.outcomes],
         "summary": summary_block(run, peak),
     }
@@ -85,8 +83,6 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
     memory = "-" if peak_memory_bytes is None else format_size(peak_memory_bytes)
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {memory}"))
-    if run.profile is not None:
-        lines.append(("profile", _profile(run.profile)))
     lines += [("cut short", line) for line in run.cut_short]
     if skipped:
         lines.append(("left out", skipped_line(skipped)))
@@ -266,9 +262,3 @@ def _prefix_cache(use: PrefixCacheUse) -> str:
         f"{use.num_hits} of {use.num_requests} prompts hit: {use.num_hit_tokens:,} of {use.num_tokens:,} tokens | "
         f"{use.num_entries} pages kept, {format_size(use.num_bytes)}"
     )
-
-
-def _profile(breakdown: Breakdown) -> str:
-    parts = ", ".join(f"{name} {ms:.2f} ({ms / breakdown.step_ms:.0%})" for name, ms in breakdown.parts.items())
-    steps = f"{breakdown.num_steps} steps in {breakdown.directory}"
-    return f"{breakdown.step_ms:.2f} ms a step while traced: {parts} | {steps}"

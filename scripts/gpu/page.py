@@ -19,7 +19,6 @@ TABLES = {
         *("shape", "drafter", "draft_vocab", "temperature", "batch", "k"),
         *("step_ms", "cycle_cost", "tokens_a_step", "tok_per_s"),
     ),
-    "host_ms": ("shape", "drafter", "k", "draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms"),
     "acceptance_length": ("shape", "drafter", "k", "acceptance_length", "source", "tok_per_s", "over_plain"),
 }
 
@@ -32,7 +31,7 @@ def page(record: Json) -> list[Block]:
     tables = [table([row for row in rows if key in row], *TABLES[key]) for key in TABLES]
     return [
         *title("On one GPU: right, and how fast" if platform == "gpu" else "A rehearsal without a GPU", record),
-        f"Random weights; acceptance of speculation is synthetic, {rate}^i at draft i: it says what steps cost. Shares "
+        f"Random weights; acceptance of speculation is synthetic, {rate}^i at draft i: it says what steps cost. Parts "
         "of a step are taken under the profiler, which launches operation by operation: with CUDA graphs less time "
         "lies between them. GB/s: what a part reads, over its time. With an acceptance length that others published: "
         "the measured steps at that length.",

@@ -7,12 +7,14 @@ import jax
 
 from peagle.base.memory import tree_bytes
 from peagle.engine.devices.replicas import AnyEngine
+from peagle.engine.host.engine import Engine
+from peagle.engine.host.inspection import launching_alone
 from peagle.engine.request import Request
-from peagle.measure.profile import STEPS, record
 from target.config import TargetConfig
 from target.params import TargetParams
 
 EXPERTS, ATTENTION, PRODUCTS, REST = PARTS = ("experts, with router", "attention", "qkv, output and head", "rest")
+STEPS = "jit__steps"  # prefix of the module names of peagle.engine.host.programs.steps_program
 # prefixes of the names of kernels, with cuBLAS' and XLA's
 NAMES = {
     EXPERTS: (
@@ -37,6 +39,22 @@ def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> di
         spent[part] += max(0.0, end - max(start, before))
         before = max(before, end)
     return {part: nanoseconds / 1e3 / num_steps for part, nanoseconds in spent.items()}
+
+
+def record(engine: Engine, batch: Sequence[Request], directory: Path) -> tuple[Path, int]:
+    """Decode a batch under JAX's profiler; return (the trace's file in an empty directory, the number of steps).
+
+    On a GPU the programs launch every operation alone (`launching_alone`).
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # tracing Python takes longer than the steps
+    with launching_alone(engine.executor) as recompiles:
+        if recompiles:  # before the trace
+            list(engine.generate(batch))
+        with jax.profiler.trace(str(directory), profiler_options=options):
+            num_steps = sum(len(chunk.steps) for index, chunk in engine.generate(batch) if index == 0)
+    (trace,) = directory.glob("**/*.xplane.pb")
+    return trace, num_steps
 
 
 def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, context: int) -> dict[str, float]:

@@ -18,11 +18,8 @@ from drafter.propose import drafter_of
 from peagle.base.errors import InputError
 from peagle.base.memory import tree_bytes
 from peagle.config import AUTO, NumDrafts, SamplingParams
-from peagle.engine.devices.replicas import AnyEngine
-from peagle.engine.request import Request
 from peagle.loading.defaults import default_chunk
 from peagle.measure.bench import BenchOptions, bench
-from peagle.measure.profile import profile
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
 from peagle.ops.expert_matmul import TiledExperts
@@ -235,8 +232,6 @@ class Shape:
             requests = [random_request(vocab_size, number, sampling=sampling) for number in range(batch)]
             for row in time_steps(by_k, requests, REPEATS):
                 yield line | row
-        if vocab is None and 7 in batches[1]:  # last, since its program compiles anew
-            yield line | {"batch": 1, "k": 7} | shares(engines[1][7], random_request(vocab_size, 0))
 
     def random_drafter(self, kind: DrafterGeometry, draft_vocab: int | None) -> Any:
         """Make a drafter that shares its target's embedding: 80 GB have little room besides the 120b."""
@@ -247,12 +242,3 @@ class Shape:
     def on_device(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """Make arrays on the device."""
         return make(*arguments)
-
-
-def shares(engine: AnyEngine, request: Request) -> Json:
-    """Profile the parts of a step, or say why that failed."""
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            return {**dataclasses.asdict(profile(engine, [request], Path(directory))), "directory": None}
-        except (InputError, OSError, RuntimeError) as error:
-            return {"profile": str(error)}

@@ -46,7 +46,6 @@ SIZES_OF_THEIR_OWN = (
     "engine/test_step_loop.py",
     "engine/test_warmup.py",
     "measure/test_bench.py",
-    "measure/test_profile.py",
 )
 
 

@@ -151,7 +151,7 @@ def steps_program(models: Any, kind: StepKind, layout: PlanLayout, most: int, la
         after, outputs = steps(target, drafter, rows, widths, step_costs, limit, kind, most, lookup)
         return put(state, batch, after), _dispatched_async(outputs, outputs[0, 0, 0])
 
-    # the name that peagle.measure.profile looks for
+    # the name that scripts/gpu/parts.py looks for
     _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full_logits else "_sampled" if kind.sampled else "")
     return _compiled(_run, 1, alone=launches_alone)
 

@@ -27,7 +27,7 @@ from peagle.engine.auto.state import MOST_PAUSE
 from peagle.engine.request import Drafting
 from peagle.engine.step.accept import Acceptance, accept
 from peagle.engine.step.adjust import adjust
-from peagle.engine.step.drafter_input import DRAFT_PART, append_rows, has_no_room
+from peagle.engine.step.drafter_input import append_rows, has_no_room
 from peagle.engine.step.propose import Proposed, propose
 from peagle.engine.step.sampling import log_probs
 from peagle.engine.step.state import DecodeState
@@ -35,8 +35,7 @@ from peagle.engine.step.step_kinds import StepKind, StepOutput
 from peagle.ops.messages import VerifyOutput
 from peagle.protocols import Drafter, Target
 
-VERIFY_PART, ACCEPT_PART = "verify", "accept"
-PARTS = DRAFT_PART, VERIFY_PART, ACCEPT_PART  # named scopes, for the profiler
+VERIFY_PART, ACCEPT_PART = "verify", "accept"  # named scopes, for JAX's profiler
 
 
 def step(
