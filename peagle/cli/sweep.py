@@ -13,7 +13,6 @@ from peagle.base.files import expect_new, locked
 from peagle.base.flag import MODEL, OUTPUT, PROMPT, RUNNING, SAMPLING, SPECULATION, Flag, check_least
 from peagle.cli.command import Takes, refuse_other_options
 from peagle.cli.flags import PROMPT_FILE, QUIET
-from peagle.cli.output import show_lines
 from peagle.cli.report import finish
 from peagle.config import Drafts, LoadConfig
 from peagle.measure.sweep.plan import (
@@ -23,7 +22,6 @@ from peagle.measure.sweep.plan import (
     TEMPLATE,
     Plan,
     PromptSource,
-    Workload,
     numbers,
     parse_ks,
     short_names,
@@ -42,7 +40,7 @@ RESOLVED = ("dtype", "experts", "kernels", "mesh")  # fields of peagle.pair.Load
 DEMO_PROMPTS = 60  # by default
 LOADED = Takes("target", "drafter_window", "dtype", "experts", "mesh")
 # allowed with --resume, because they do not change the measurements
-FREE = ("out", "resume", "dry_run", "quiet")
+FREE = ("out", "resume", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,8 @@ class Sweep:
         [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompt-file IN.jsonl[/cyan]
       two drafters
         [cyan]peagle sweep --out RUN -k 1-7,auto --drafter demo,ngram --repeats 5[/cyan]
-      print the plan
-        [cyan]peagle sweep --out RUN -k 0-8 --render both --temperature 0,1 --dry-run[/cyan]
+      raw and in the chat template, greedy and sampled
+        [cyan]peagle sweep --out RUN -k 0-8 --render both --temperature 0,1[/cyan]
     """
 
     out: Annotated[str, Flag(OUTPUT, "DIR")]
@@ -99,8 +97,6 @@ class Sweep:
     """Maximum tokens of an answer, 2 or more."""
     resume: Annotated[bool, Flag(RUNNING)] = False
     """Resume the run in --out by its stored plan."""
-    dry_run: Annotated[bool, Flag(RUNNING)] = False
-    """Check options and files, print the plan, and exit."""
     quiet: Annotated[bool, QUIET] = False
     """Hide progress and table; the results are in --out. Warnings and errors are still printed."""
 
@@ -149,9 +145,6 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
     _check_models(plan)
     for prompts in sets.values():
         display.warn(prompts.warnings)
-    if settings.dry_run:
-        _show_plan(plan, sets, folder)
-        return 0
     try:
         pairs = _load(plan, display)
         pair = pairs[models_of(PLAIN)]
@@ -392,33 +385,3 @@ def _load(plan: Plan, display: "Display") -> "dict[Models, Pair]":
                 drafter_window=plan.drafter_window,
             )
     return pairs
-
-
-def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: "Folder | None") -> None:
-    """Print the plan. sets: empty if the folder has all requests."""
-    from peagle.cli.display import SUMMARY_INDENT
-    from peagle.measure.sweep.store import RAW
-
-    def num_requests(source: PromptSource, raw: bool) -> int:
-        if folder is not None and not sets:
-            return len(folder.requests(Workload(source.name, raw, 0.0)))
-        return _num_requests(source, raw, sets)
-
-    requests = {(source.name, raw): num_requests(source, raw) for source in plan.sources for raw in plan.raw}
-    per_variant = sum(requests[workload.prompts, workload.raw] for workload in plan.workloads)
-    decodes = plan.repeats * (len(plan.variants) + len(plan.concurrent)) * per_variant
-    lines = [
-        f"target       {plan.target}; drafters {', '.join(plan.drafters)}",
-        f"workloads    {'; '.join(workload.label for workload in plan.workloads)}",
-        f"variants     K = {'; '.join(plan.label(variant) for variant in plan.variants)}",
-        *([f"at once      {', '.join(map(str, sorted(plan.concurrencies)))}"] if plan.concurrent else []),
-        *(
-            f"prompts      {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows, "
-            f"{' and '.join(f'{requests[source.name, raw]} turns' + ' raw' * raw for raw in plan.raw)}"
-            for source in plan.sources
-        ),
-        f"to decode    {decodes} requests ({plan.repeats} repeats), up to {plan.max_new_tokens} tokens",
-    ]
-    if folder is not None:
-        lines.append(f"decoded      {len(folder.samples())} of them ({folder.path / RAW})")
-    show_lines(lines, SUMMARY_INDENT)

@@ -13,7 +13,7 @@ from scripts.scenarios import engine, experts
 from scripts.scenarios.engine import BEFORE, NOW
 from tests.scripts.conftest import GEOMETRY
 
-SCENARIOS = ["auto", "engine", "experts", "memory", "peers", "serve", "soak"]
+SCENARIOS = ["auto", "engine", "experts", "peers", "serve", "soak"]
 
 
 def test_without_a_scenario_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ import pytest
 import peagle.measure.sweep.runner
 from peagle.base.errors import InputError
 from peagle.base.files import locked
-from peagle.cli import main
 from peagle.engine.host.engine import Engine
 from peagle.engine.request import Request
 from peagle.loading.checkpoints import DEMO_DIRECTORY
@@ -30,7 +29,6 @@ from tests.peagle.measure.sweep.runs import (
     lines_of,
     prompt_file,
 )
-from tests.support.commands import words
 from tests.support.pairs import press_ctrl_c_at
 
 pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("quickly")]
@@ -240,21 +238,6 @@ def test_names_of_a_run_hold_in_any_folder(lab: Lab) -> None:
     assert f"the target {lab.root / 'gone'} is not there; expected" in lab.resume(code=2)
 
 
-def test_a_dry_run_writes_nothing(lab: Lab) -> None:
-    for options, expected, decodings in (
-        ("-k 0-2 --repeats 3", "K = 0; 1; 2", 3 * 9 * 3),
-        ("-k 2 --concurrency 4,2", "at once      2, 4", 9 * (2 + 2 * 2)),
-    ):
-        assert (
-            main(words("sweep", SMALL, "--prompt-file", prompt_file(lab.root), "--out", lab.out, options, "--dry-run"))
-            == 0
-        )
-        plan = lab.capsys.readouterr().out
-        assert expected in plan
-        assert f"{decodings} requests" in plan
-    assert not lab.out.exists()
-
-
 def test_prompts_that_are_too_long_are_left_out_and_counted(lab: Lab) -> None:
     errors = lab.sweep("--max-prompt-tokens 5")
     assert re.search(r"warning: prompts: 1 conversation left out or cut, .*has 15 tokens", errors)
@@ -268,7 +251,7 @@ REFUSED = [
     ("-k 3-", "expected numbers, ranges, auto or auto:N"),
     ("-k 1,auto:0", "-k is 'auto:0'; expected auto:N, N from 1 to 128"),
     ("-k 0", "at least one K of 1 to 128"),
-    ("-k 1,100000 --dry-run", "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
+    ("-k 1,100000", "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
     ("--temperature hot", "--temperature is 'hot'; expected numbers separated by commas"),
     ("--temperature -1", "expected finite numbers"),
     ("--repeats 0", "--repeats is 0"),

@@ -587,14 +587,11 @@ def test_the_folder_of_a_training_is_its_drafter(lab: Lab, trained: Path) -> Non
     """In every command that takes a drafter, with one line that names it. --init begins with its weights."""
     line = f"{trained} is a folder of peagle train: the drafter is {trained / 'drafter'}"
     pair = f"--target {lab.target} --drafter {trained}"
-    prompt = write_prompts(lab.root / "prompts.jsonl", PROMPTS[0])
-    sweep = f"sweep --out {lab.root / 'sweep'} --prompt-file {prompt} -n 4 -k 2,auto --dry-run"
     for command in (
         f"speculate a -n 4 -k 2 --raw-prompt --quiet {pair}",
         f"info {trained}",
         f"info {lab.target} {trained}",
         f"export {trained} --out {lab.root / 'theirs'} --dialect speculators",
-        f"{sweep} {pair}",
     ):
         assert lab.run(0, command).count(line) == 1, command
     assert lab.train(f"--steps 1 --learning-rate 1e-9 --init {trained}").count(line) == 1
