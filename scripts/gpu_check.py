@@ -19,12 +19,11 @@ nothing, and run.json and README.md after each section. Sections that do not fit
 the section that runs when they end stops at its next line.
 Exit code 1: something is wrong, or could not be measured.
 
-The kernels' own tests need '.[test]', and the comparison with transformers '.[bench]':
+The kernels' own tests need '.[test]':
 
     XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_DEFAULT_MATMUL_PRECISION=highest python -m pytest -n 12 -W default \\
         tests/ops/test_{expert_matmul,mxfp4,attention,paged_attention}.py tests/drafter/test_model.py \\
         tests/peagle/engine/test_accept.py
-    peagle random L /tmp/L && python -m scripts.bench peers --out RUN --engines peagle-xla,transformers-bf16 /tmp/L
 """
 
 import argparse

@@ -18,7 +18,6 @@ from typing import Any, Protocol, TextIO
 
 KINDS = {
     "peagle": "scripts.peers.ours",
-    "transformers": "scripts.peers.torch_engine",
     "vllm": "scripts.peers.vllm_engine",
 }
 

@@ -1,7 +1,6 @@
-"""Measure this project beside transformers, vLLM and llama.cpp on the same checkpoints and tokens.
+"""Measure this project beside vLLM and llama.cpp on the same checkpoints and tokens.
 
-    peagle random M /tmp/M
-    python -m scripts.bench peers --out RUN /tmp/M
+    peagle random 20b /tmp/20b
     python -m scripts.bench peers --out RUN --vllm-python VLLM/bin/python --engines peagle,vllm --requests 1,8,32,64 \
         --drafters p-eagle,eagle3 -k 5 --prompt-tokens 512 /tmp/20b
     python -m scripts.bench peers --out RUN --llama-cpp BUILD --engines peagle,llama.cpp \
@@ -27,7 +26,6 @@ will do; llama-cpp-python's source package has one (0.3.36 was measured):
 
 import argparse
 import functools
-import importlib.util
 import math
 import os
 import sys
@@ -46,7 +44,6 @@ import peagle
 from peagle.base.errors import InputError
 from peagle.base.files import expect_new
 from peagle.loading.checkpoints import DEMO, DEMO_DFLASH, DEMO_EAGLE3, HELD_OUT, NGRAM, resolve
-from peagle.measure.provenance import num_threads
 from peagle.measure.reports import Block
 from peagle.measure.sweep.plan import K, parse_ks
 from peagle.workflows.random_checkpoint import DFLASH, EAGLE_3, LEAST_LAYERS, P_EAGLE, write_random_drafter
@@ -57,9 +54,7 @@ from scripts.runs import Json, Lines, Run
 from target.load import inspect_target, load_target, save_target
 
 OURS, VLLM, LLAMA, PLAIN = "peagle", "vllm", "llama.cpp", "plain"
-TRANSFORMERS = ("transformers-bf16", "transformers-fp32")
-NAMES = (OURS, "peagle-xla", *TRANSFORMERS, VLLM, LLAMA)
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+NAMES = (OURS, "peagle-xla", VLLM, LLAMA)
 # the demo's drafters, and the geometries of those of random weights
 DRAFTERS = {"p-eagle": DEMO, "eagle3": DEMO_EAGLE3, "dflash": DEMO_DFLASH, "ngram": NGRAM}
 GEOMETRIES = {"p-eagle": P_EAGLE, "eagle3": EAGLE_3, "dflash": DFLASH}
@@ -73,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-python", metavar="PATH", help="a Python that has vLLM")
     parser.add_argument("--llama-cpp", type=Path, metavar="BUILD", help="a build folder, see above")
     parser.add_argument(
-        "--engines", default=",".join(TRANSFORMERS), help=f"of {', '.join(NAMES)}, with commas (default %(default)s)"
+        "--engines", default="peagle-xla", help=f"of {', '.join(NAMES)}, with commas (default %(default)s)"
     )
     parser.add_argument("--num-prompts", type=int, default=24, help="of the demo (default %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of random prompts (default %(default)s)")
@@ -119,11 +114,9 @@ def engines(named: str, vllm_python: str | None, build: Build | None) -> list[st
     names = list(dict.fromkeys([OURS, *named.split(",")]))
     if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"--engines names {unknown[0]!r}; expected names of {', '.join(NAMES)} with commas between")
-    absent = [module for module in ("torch", "transformers") if importlib.util.find_spec(module) is None]
     reasons = {
         VLLM: cannot_run("--vllm-python", vllm_python, "vllm") if VLLM in names else None,
         LLAMA: "no --llama-cpp was given" if build is None else None,
-        **dict.fromkeys(TRANSFORMERS, f"{absent[0]} is not installed" if absent else None),
     }
     if missing := [f"{name} cannot run here: {reasons[name]}" for name in names if reasons.get(name)]:
         raise InputError(f"{missing[0]}; give --engines without it, or what it needs")
@@ -167,7 +160,6 @@ class Site:
     """A model, what it decodes, and the settings of its engines."""
 
     target: Path
-    mxfp4: bool
     scratch: Path
     prompts: Sequence[list[int]]
     context: int
@@ -220,7 +212,7 @@ def site_of(model: str, scratch: Path, names: Sequence[str], options: argparse.N
     context = max(map(len, prompts)) + options.new_tokens + room(options)
     speculative = sum(name in (OURS, VLLM) for name in names) * len(drafters)
     return Site(
-        *(target, files.mxfp4, scratch, prompts, context, model == DEMO, stop_token_ids, drafters),
+        *(target, scratch, prompts, context, model == DEMO, stop_token_ids, drafters),
         *(max(options.requests), options.vllm_python, build, gpu, len(names) + speculative),
     )
 
@@ -255,17 +247,11 @@ def supports(name: str, site: Site, drafter: str, k: K) -> bool:
 
 def entry(name: str, site: Site, drafter: str | None = None, k: K = 0) -> Entry:
     """Make the entry of an engine (one of NAMES). drafter: one of DRAFTERS."""
-    directory, options, python = str(site.target.resolve()), {}, sys.executable
+    directory = str(site.target.resolve())
     drafts = PLAIN if drafter is None else f"{drafter}, K = {k}" if isinstance(k, int) else f"{drafter}, {k}"
     own = None if drafter is None else site.drafters[drafter]
-    kind, _, variant = name.partition("-")
     if name == LLAMA:
         return Entry(name, drafts, (name, drafts), functools.partial(start_llama, site, drafter, k), several=False)
-    if kind == OURS:
-        kernels = variant or ("auto" if site.gpu else "native")
-        options = {"directory": directory, "context": site.context, "kernels": kernels, "drafter": own}
-        process = (name, drafter or "")
-        return Entry(name, drafts, process, lambda: start(name, python, OURS, options), arguments={"num_drafts": k})
     if name == VLLM:
         target = directory if site.gpu else str((site.scratch / "unquantised").resolve())
         options = {"target": target, "dtype": "bfloat16", "max_positions": site.context, "max_requests": site.requests}
@@ -273,10 +259,15 @@ def entry(name: str, site: Site, drafter: str | None = None, k: K = 0) -> Entry:
         if own is not None:
             options |= {"drafter": own, "num_drafts": k, "parallel": drafter == "p-eagle"}
         return Entry(name, drafts, (name, drafts), lambda: start(name, site.vllm_python or "", VLLM, options))
-    options = {"directory": directory, "dtype": DTYPES[variant], "mxfp4": site.mxfp4}
-    options |= {"num_threads": num_threads() or 1, "device": "cuda" if site.gpu else "cpu"}
-    options["prompt_tokens"] = len(site.prompts[0])
-    return Entry(name, drafts, (name, ""), lambda: start(name, python, "transformers", options), several=False)
+    kernels = "xla" if name != OURS else "auto" if site.gpu else "native"
+    options = {"directory": directory, "context": site.context, "kernels": kernels, "drafter": own}
+    return Entry(
+        name,
+        drafts,
+        (name, drafter or ""),
+        lambda: start(name, sys.executable, OURS, options),
+        arguments={"num_drafts": k},
+    )
 
 
 def start_llama(site: Site, drafter: str | None, k: int) -> Child:
