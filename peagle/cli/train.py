@@ -66,8 +66,7 @@ class Train:
     evaluate: Annotated[str | None, Flag(RUNNING, "FILE.jsonl")] = None
     """Held-out prompts: measure the acceptance length on the first 20, greedily and at temperature 1."""
     held_out: Annotated[float | None, Flag(DATA, "P")] = None
-    """Fraction of the documents to hold out, 0 to 0.5; the step that is best on them is kept. Default: 0.1, or the
-    prompts of --evaluate."""
+    """Fraction of the documents to hold out, 0 to 0.5; the step that is best on them is kept. Default: 0.1."""
     quiet: Annotated[bool, QUIET] = False
 
     def __post_init__(self) -> None:

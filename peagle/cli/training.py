@@ -23,7 +23,7 @@ from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, MOVABLE, be
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe
 from drafter.train.row_batches import RowBatches
-from drafter.train.shards import WEIGHTS, Document
+from drafter.train.shards import WEIGHTS
 from drafter.train.step import Fixed
 from drafter.train.trainer import Trainer
 from drafter.trained import DRAFTER, RECIPE
@@ -48,9 +48,7 @@ from peagle.text.prompts import Rendering
 from peagle.workflows.evaluation import (
     EVALUATED_PROMPTS,
     acceptance_on,
-    answer_held_out,
     known_prompts,
-    with_same_teacher,
 )
 from peagle.workflows.export import card_files, with_positions, write_with_card
 from peagle.workflows.new_drafter import check_window, drafter_config, initial_params
@@ -82,7 +80,6 @@ from peagle.workflows.training_data import (
     check_teachers,
     check_tokens,
     data_coverage,
-    kept_of_prompts,
     self_contained,
     shares,
     training_data,
@@ -269,13 +266,13 @@ def _check(settings: "Train") -> CheckedTraining:
 
 
 def _held_out_frac(settings: "Train", begun: Mapping[str, Any] | None) -> float:
-    """Return the fraction of documents to hold out: typed, recorded, or 0 if --evaluate holds prompts out instead."""
+    """Return the fraction of documents to hold out: typed, recorded, or the default."""
     if settings.held_out is not None:
         return settings.held_out
     if begun is not None:
         frac: float = begun["data"]["held_out"]
         return frac
-    return DEFAULT_FRAC if settings.evaluate is None else 0.0
+    return DEFAULT_FRAC
 
 
 def _trainer(
@@ -290,8 +287,7 @@ def _trainer(
     teacher = Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
     held_out, evaluate = checked.data.held_out, None
     if prompts is not None:
-        evaluate, answered = _evaluation(checked, prompts, settings.held_out is None, teacher, display)
-        held_out = held_out or answered
+        evaluate = _evaluation(checked, prompts, display)
 
     def trainer_of(steps: int) -> Trainer:
         batches = RowBatches(checked.data.sources, checked.recipe(steps))
@@ -319,27 +315,16 @@ def _trainer(
 
 
 def _evaluation(
-    checked: CheckedTraining, prompts: PromptSet, holds_out: bool, teacher: Teacher, display: Display
-) -> tuple[Callable[[DrafterParams], Mapping[str, Any]], list[Document]]:
-    """Load the target to evaluate. Return (what measures a drafter on prompts, the target's answers to hold out).
-
-    holds_out: whether answers are held out if no documents are.
-    """
+    checked: CheckedTraining, prompts: PromptSet, display: Display
+) -> Callable[[DrafterParams], Mapping[str, Any]]:
+    """Load the target to evaluate; return what measures a drafter on prompts."""
     with display.stage("loading the target to evaluate"):
         pair = load(checked.name, None)
     prompts = dataclasses.replace(prompts, conversations=prompts.conversations[:EVALUATED_PROMPTS])
     progress = functools.partial(display.begin_run, "measuring the acceptance length", unit="output")
-    evaluate = acceptance_on(pair, checked.config, prompts, checked.evaluated_drafts, progress)
-    if not holds_out or checked.data.held_out_frac:
-        return evaluate, []
-    documents = checked.data.documents
-    with display.stage("answering the held-out prompts"):
-        held_out = answer_held_out(pair, prompts, checked.typed.width)
-    keep_prompt = kept_of_prompts([folder for folder, _ in checked.parts])
-    held_out = with_same_teacher(held_out, documents, teacher, keep_prompt)
-    if warning := known_prompts(held_out, documents):
+    if warning := known_prompts(pair, prompts, checked.data.documents):
         say("warning", warning)
-    return evaluate, held_out
+    return acceptance_on(pair, checked.config, prompts, checked.evaluated_drafts, progress)
 
 
 def _run(trainer: Trainer, initial: DrafterParams, display: Display) -> DrafterParams:
@@ -420,8 +405,8 @@ def _note_start(display: Display, checked: CheckedTraining, minutes: float | Non
     done, steps, begun = steps_done(trainer.out), trainer.steps, checked.begun
     if trainer.held_out is not None:
         num_held_out, num_documents = len(checked.data.held_out), len(checked.data.documents)
-        which = f"{num_held_out} of the {num_documents:,} documents" if num_held_out else "the answers to --evaluate"
-        if num_held_out and (repeated := checked.data.num_repeated):
+        which = f"{num_held_out} of the {num_documents:,} documents"
+        if repeated := checked.data.num_repeated:
             which += f", of which {repeated:,} repeat a prompt (all answers to a prompt are held out, or none)"
         display.note(f"held out: {which}; the step that is best on them is kept (--held-out 0: the last one)")
     if begun is None:

@@ -1,9 +1,11 @@
-"""Evaluate a drafter during training: its loss on held-out prompts, and its acceptance in the engine."""
+"""Evaluate a drafter during training: its acceptance in the engine, on held-out prompts."""
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
@@ -11,21 +13,15 @@ from drafter.propose import drafter_of
 from drafter.train.shards import Document
 from peagle.answers.result import Result, decode
 from peagle.base import interrupt
-from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.engine.host.engine import Engine
 from peagle.measure.metrics import pooled_counters
 from peagle.pair import Pair
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering
-from peagle.workflows.answers import AnswerOptions, answer, in_order
-from peagle.workflows.dataset import with_teacher
-from peagle.workflows.training_data import self_contained
 from target.model import GptOss
-from target.teacher import Teacher
 
 EVALUATION_TOKENS, EVALUATED_PROMPTS = 256, 20
-SLOTS = 8  # held-out prompts that are answered at once
 
 
 def acceptance_on(
@@ -83,39 +79,14 @@ def acceptance_on(
     return measure
 
 
-def answer_held_out(pair: Pair, prompts: PromptSet, width: int) -> list[Document]:
-    """Let the target answer held-out prompts greedily, for the drafter's loss on them.
-
-    Raises InputError if no prompt leaves room for an answer in a row of `width` tokens.
-    """
-    skipped: list[str] = []
-    options = AnswerOptions(Rendering(), SamplingParams(), EVALUATION_TOKENS, min(width, pair.max_positions), SLOTS)
-    answers = answer(pair, prompts.conversations, options, 0, lambda reason, _: skipped.append(reason), lambda: None)
-    documents = in_order(list(answers))
-    if not any(document.trained.any() for document in documents):
-        raise InputError(
-            f"--evaluate {prompts.name}: no prompt leaves room for an answer in the {width} tokens of a row"
-            f"{f', the first: {skipped[0]}' if skipped else ''}; give a larger --width, or --held-out 0"
-        )
-    return documents
-
-
-def with_same_teacher(
-    held_out: Sequence[Document], documents: Sequence[Document], teacher: Teacher, keep_prompt: int | None
-) -> list[Document]:
-    """Add to held-out documents what the target computed for the training's, if those hold it."""
-    if not self_contained(documents):
-        return list(held_out)
-    return list(with_teacher(held_out, teacher, keep_prompt))
-
-
-def known_prompts(held_out: Sequence[Document], documents: Sequence[Document]) -> str | None:
-    """Return a warning about held-out prompts that are in the training data, or None."""
+def known_prompts(pair: Pair, prompts: PromptSet, documents: Sequence[Document]) -> str | None:
+    """Return a warning about prompts to evaluate that are in the training data, or None."""
     trained = {document.prompt.tobytes() for document in documents}
-    count = sum(document.prompt.tobytes() in trained for document in held_out)
+    encoded = (conversation.encode((), pair.tokenizer, Rendering()) for conversation in prompts.conversations)
+    count = sum(np.array(ids, np.int32).tobytes() in trained for ids in encoded)
     if not count:
         return None
     return (
-        f"{count} of the {len(held_out)} --evaluate prompts are in the data, too, so their figures are not those of "
-        "new ones; expected prompts that are not in the data"
+        f"{count} of the {len(prompts.conversations)} --evaluate prompts are in the data, too, so their figures are "
+        "not those of new ones; expected prompts that are not in the data"
     )

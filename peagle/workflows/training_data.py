@@ -150,12 +150,6 @@ def check_tokens(documents: Sequence[Document], config: DrafterConfig, init: str
     )
 
 
-def kept_of_prompts(folders: Sequence[Path]) -> int | None:
-    """Return how many tokens of a prompt the data keeps at most; None: all."""
-    kept = [read_manifest(folder).get(KEPT) for folder in folders]
-    return min((number for number in kept if number is not None), default=None)
-
-
 def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int) -> None:
     """Raise InputError for hidden states or logits of another target or of other layers, and for prompts cut too short.
 

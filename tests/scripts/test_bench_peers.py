@@ -18,7 +18,6 @@ from scripts.scenarios.peers import (
     entry,
     random_prompts,
 )
-from target.load import inspect_target
 
 pytestmark = pytest.mark.compile
 
@@ -69,45 +68,3 @@ def test_requests_get_the_same_tokens_together_alone_and_with_drafts() -> None:
     (stopped,) = engine.decode(PROMPTS[:1], 20, [stop])["token_ids"]
     assert stopped[-1] == stop
     assert stopped == together["token_ids"][0][: len(stopped)]
-
-
-<<<<<<< HEAD
-def test_transformers_and_ours_decode_the_same(checkpoint: Path) -> None:
-    torch_engine = pytest.importorskip("scripts.peers.torch_engine")
-    theirs = torch_engine.load(str(checkpoint), "float32", inspect_target(checkpoint).mxfp4, 1, "cpu", 8)
-    mine = ours.load(str(checkpoint), 128, "xla", "float32")
-    first, second = (engine.decode([[3, 1, 4]], 12, [])["token_ids"] for engine in (theirs, mine))
-    assert first == second
-=======
-def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
-    site = dataclasses.replace(SITE, target=tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"^peagle-xla: InputError: .*nothing does not exist[^\n]*$"):
-        entry("peagle-xla", site).start()
-
-
-DRIVER = f"""#!{sys.executable}
-import json, sys
-print(json.dumps({{"answer": {{"threads": 1, "computes": "AVX2 = 1 | AMX = 0 | " + " ".join(sys.argv)}}}}), flush=True)
-for line in sys.stdin:
-    print(json.dumps({{"answer": {{"decode_s": 1.0, "passes": 4, **json.loads(line)}}}}), flush=True)
-"""
-
-
-@pytest.mark.parametrize("text", [DRIVER, f"#!{sys.executable}\nraise SystemExit('error: no such file')\n"])
-def test_llama_cpp_is_asked_by_its_driver(tmp_path: Path, text: str) -> None:
-    """It gets the ids and the options; one that dies is one line."""
-    (tmp_path / "CMakeCache.txt").write_text("LLAMA_CPP:PATH=/sources/llama.cpp\n")
-    (tmp_path / "driver").write_text(text)
-    (tmp_path / "driver").chmod(stat.S_IRWXU)
-    build = Build.find(tmp_path)
-    assert build.sources == Path("/sources/llama.cpp")
-    drafting = build.drafting(Path("target"), "ngram", "ngram", 5, Path("ngram.gguf"))
-    if text != DRIVER:
-        with pytest.raises(InputError, match=r"^llama\.cpp: its process ended with status 1 \(error: no such file\)$"):
-            build.start(Path("target.gguf"), 640, PROMPTS, drafting)
-        return
-    with build.start(Path("target.gguf"), 640, PROMPTS, drafting) as child:
-        assert child.described["computes"] == "1 threads; AVX2"
-        call = {"prompts": [[1, 2]], "num_tokens": 8, "stop_token_ids": [7]}
-        assert child.call("decode", **call) == {"do": "decode", "decode_s": 1.0, "passes": 4, "steps": 4, **call}
->>>>>>> 7ac2c700 (The comparison with peers leaves transformers out: parity compares logits with it, and no page quotes its speed)

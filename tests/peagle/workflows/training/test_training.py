@@ -107,12 +107,10 @@ def test_from_data_to_a_drafter_that_runs(
     evaluation = f"--evaluate {lab.prompts}"
     expect_all(
         lab.train(evaluation),
-        "held out: the answers to --evaluate; ",
         "5 of the 5 --evaluate prompts are in the data, too",
         "left out     of --evaluate 1 row without a usable prompt",
     )
-    assert (steps_of(lab.out)[-1], steps_of(lab.out, "held_out")) == (4, [4])
-    assert recipe_of(lab.out)["data"]["held_out"] == 0
+    assert steps_of(lab.out)[-1] == 4
     evaluations = [line["evaluation"] for line in read_log(lab.out / LOG) if "evaluation" in line]
     assert [figures["num_left_out"] for figures in evaluations] == [1, 1]
     assert all(1 <= figures["acceptance_length"] <= 4 for figures in evaluations)
@@ -471,22 +469,6 @@ def test_documents_are_held_out_and_the_best_step_is_the_drafter(lab: Lab, monke
     record = recipe_of(lab.out)
     assert (record["data"]["documents"], record["data"]["held_out"]) == (5, 0.4)
     assert "was begun with --held-out 0.4 (now 0.0)" in lab.train(more, "--held-out 0", code=2)
-
-
-def test_the_answers_to_evaluate_are_held_out(lab: Lab, taught: Path, request: pytest.FixtureRequest) -> None:
-    """Without documents kept back, though the data hold what the target says; the drafter that runs has it inside."""
-    others = write_prompts(lab.root / "others.jsonl", [8, 8, 8], [30, 40])
-    evaluation = f"--steps 2 --evaluate {others}"
-    held_out, known = "held out: the answers to --evaluate; the step that is best on them", "are in the data, too"
-    messages = lab.train(evaluation, data=taught)
-    assert held_out in messages
-    assert known not in messages
-    assert steps_of(lab.out, "held_out") == [2]
-    assert recipe_of(lab.out)["data"]["held_out"] == 0
-    no_step = request.getfixturevalue("no_step")
-    for more, holds_out in (("", True), ("--held-out 0", False)):
-        messages = lab.train(evaluation, more, code=2, out=lab.root / f"run_{holds_out}")
-        assert (no_step in messages, held_out in messages, known in messages) == (True, holds_out, False)
 
 
 @pytest.fixture
