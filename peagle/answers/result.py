@@ -113,11 +113,6 @@ class Counters:
         )
 
     @property
-    def conditional_rate_per_position(self) -> tuple[float | None, ...]:
-        """[i]: steps that accepted draft i / steps that verified it and accepted all before it."""
-        return tuple(ratio(a, t) for a, t in zip(self.accepted_per_position, self.tried, strict=True))
-
-    @property
     def accepted_per_position(self) -> tuple[int, ...]:
         """[i]: steps that accepted draft i."""
         return tuple(sum(self.histogram[i + 1 :]) for i in range(self.num_speculative_tokens))

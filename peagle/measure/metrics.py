@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.answers.result import Counters, Result, loop_grams, ratio
+from peagle.answers.result import Counters, Result, ratio
 
 # keys of JSON, named as in vLLM's metrics -> attributes of Counters
 COUNTS = {
@@ -48,21 +48,6 @@ def busy_s(spans: Iterable[tuple[float, float]]) -> float:
         seconds += max(0.0, end - max(begin, covered))
         covered = max(covered, end)
     return seconds
-
-
-def pooled_loop_share(results: Sequence[Result]) -> float | None:
-    """1 - distinct / total 4-grams, both summed over outputs; distinct within each output."""
-    counts = [loop_grams(result.output_ids) for result in results]
-    grams = sum(of_output for _, of_output in counts)
-    return None if not grams else 1 - sum(distinct for distinct, _ in counts) / grams
-
-
-def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
-    """Return the median over requests of tok_per_s / that of plain decoding; None if no request has both."""
-    ratios = [
-        fast.tok_per_s / plain.tok_per_s for fast, plain in pairs if fast.tok_per_s is not None and plain.tok_per_s
-    ]
-    return statistics.median(ratios) if ratios else None
 
 
 @dataclass(frozen=True)
@@ -125,7 +110,6 @@ def summarize(
     """
     counters = pooled_counters(results)
     without_loops = pooled_counters([result for result in results if not result.loops])
-    rates = {name: name for name in ("acceptance_rate_per_position", "conditional_rate_per_position")}
     both = [(fast, plain) for fast, plain in zip(results, baselines, strict=True) if plain is not None]
     drafted = both if counters is not None and counters.num_steps else []
     baseline_tok_per_s = pooled_tok_per_s([plain for _, plain in both])
@@ -137,13 +121,11 @@ def summarize(
         **_attributes(counters, COUNTS),
         "acceptance_length": None if counters is None else counters.acceptance_length,
         "acceptance_length_without_loops": None if without_loops is None else without_loops.acceptance_length,
-        **_attributes(counters, rates),
-        "loop_share": pooled_loop_share(results),
+        "acceptance_rate_per_position": None if counters is None else list(counters.acceptance_rate_per_position),
         "looping_requests_frac": ratio(sum(result.loops for result in results), len(results)),
         "tok_per_s": pooled_tok_per_s(results),
         "baseline_tok_per_s": baseline_tok_per_s,
         "speedup": None if speculated is None else ratio(speculated, baseline_tok_per_s or 0.0),
-        "speedup_median": median_speedup(drafted),
         "num_diverged_requests": sum(fast.output_ids != plain.output_ids for fast, plain in both) if both else None,
         "ttft_s": statistics.median(times) if (times := [r.ttft_s for r in results if r.ttft_s is not None]) else None,
         "compile_s": compile_s,

@@ -46,7 +46,7 @@ def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
     if summary["speedup"] is not None and len(run.outcomes) == 1:
         middle = run.outcomes[0].median_round
         summary["tok_per_s"], summary["baseline_tok_per_s"] = middle.result.tok_per_s, middle.baseline.tok_per_s
-        summary["speedup"] = summary["speedup_median"] = middle.speedup
+        summary["speedup"] = middle.speedup
     return summary | {"prefix_cache": None if run.prefix_cache is None else dataclasses.asdict(run.prefix_cache)}
 
 

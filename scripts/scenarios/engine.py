@@ -61,9 +61,8 @@ def bench(checkout: Path, target: str, options: str) -> Iterator[Json]:
         lines = [f"it ended with status {done.returncode}", *done.stderr.strip().splitlines()]
         raise InputError(f"peagle bench in {checkout.name}: {lines[-1]}")
     for test in json.loads(done.stdout)["tests"]:
-        if test.get("active", test["slots"]) == test["slots"]:  # older ones also time engines with idle slots
-            named = {name: test[name] for name in TEST}
-            yield {"model": Path(target).name, **named, "ms_per_pass": test["ms_per_pass"]["median"]}
+        named = {name: test[name] for name in TEST}
+        yield {"model": Path(target).name, **named, "ms_per_pass": test["ms_per_pass"]["median"]}
 
 
 def rows(lines: Sequence[Json]) -> list[Json]:
