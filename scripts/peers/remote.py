@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 from peagle.base.errors import InputError
@@ -17,13 +16,13 @@ from scripts.runs import ROOT, last_line
 class Child:
     """A process that answers calls, JSON line by JSON line (worker.serve), until `close`.
 
-    root: the checkout that it imports. The first answer is its description. Raises InputError if it fails.
+    The first answer is its description. Raises InputError if it fails.
     """
 
-    def __init__(self, name: str, command: Sequence[str], root: Path = ROOT) -> None:
+    def __init__(self, name: str, command: Sequence[str]) -> None:
         self._name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  what its libraries print; quoted if it dies
-        paths = [str(root), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [*command],
             stdin=subprocess.PIPE,
