@@ -69,8 +69,8 @@ def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     (line,) = [
         text for text in summary_lines(Run([Outcome(whole, None)], 128, engine=engine), None) if "per position" in text
     ]
-    rates = "length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - -"
-    assert line.endswith(f"{rates} | 7 drafted, 7 verified, 3 accepted")
+    rates = "length 2.00 | 3 steps with drafts (K <= 5), 1 without | rate per position 0.67 0.33 0.00 - -"
+    assert line.endswith(f"{rates} | drafts: 7 proposed, 7 verified, 3 accepted")
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))
@@ -98,7 +98,7 @@ def test_the_acceptance_length_counts_emitted_tokens_and_vllms_all_accepted_ones
     both = cut.counters + whole.counters
     assert (both.num_emitted, both.acceptance_length, both.mean_acceptance_length) == (10, 5.0, 8.0)
     run = Run([Outcome(cut, None)], 128, engine=ResolvedConfig(7))
-    assert any("length 2.00 | 1 steps of K = 7" in line for line in summary_lines(run, None))
+    assert any("length 2.00 | 1 steps with drafts (K = 7)" in line for line in summary_lines(run, None))
 
 
 def test_counters_of_another_k_are_not_pooled() -> None:
