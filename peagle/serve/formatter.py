@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from peagle.answers.result import Counters, Piece, Result
 from peagle.base.strict_json import Written, dumps, number
@@ -23,6 +23,7 @@ from peagle.text.tokenizer import Tokenizer
 DONE = "data: [DONE]\n\n"
 
 
+@runtime_checkable
 class Counted(Protocol):
     """An answer, complete or not, whose tokens are counted: an Assembler or a Result."""
 
