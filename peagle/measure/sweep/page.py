@@ -159,7 +159,7 @@ def tables(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[tuple[str, Ta
 
 def _sections(folder: Folder, rows: Sequence[VariantRow]) -> Iterator[tuple[str, Table, Iterator[Picture]]]:
     """Yield (title, table, pictures) as `tables` does; a picture is drawn when it is taken."""
-    if len(folder.plan.workloads) > 1:
+    if len(folder.plan.sources) > 1:
         sets = {workload.label: alone(of_workload(rows, workload)) for workload in folder.plan.workloads}
         yield "Acceptance length and speed-up by prompt set", _by_variant("prompts", sets), iter(())
     for workload in folder.plan.workloads:

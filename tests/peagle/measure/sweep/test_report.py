@@ -111,7 +111,8 @@ def test_a_small_set_has_a_line_per_prompt_and_several_sets_a_line_per_set(finis
     assert list(table.header) == ["row", "plain tok/s", "K = 1", "K = 3"]
     assert [line[0] for line in table.rows] == list("12345678")
     assert all(re.fullmatch(r"\d\.\d\d, \d+\.\d\dx|-", cell) for line in table.rows for cell in line[2:])
-    sets = with_plan(finished, temperatures=[0.0, 1.0])
+    (source,) = json.loads((finished.path / RUN).read_text())["plan"]["sources"]
+    sets = with_plan(finished, sources=[source, source | {"name": "other"}])
     assert [line[0] for line in next(page.tables(sets, rows(sets)))[1].rows] == [at.label for at in sets.plan.workloads]
 
 
