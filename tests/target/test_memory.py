@@ -22,13 +22,6 @@ CONFIG = geometry(
 # memory for compiling the two programs of a decoding, for any weights
 COMPILER_BYTES = {"native": 128_000_000, "xla": 256_000_000}
 ROOT = Path(__file__).parents[2]
-# on a machine of many processors the compiler would run many threads, each with memory of its own
-ON_TWO_PROCESSORS = """
-import os, runpy, sys
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-sys.argv.insert(1, "memory")
-runpy.run_module("scripts.bench", run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +56,17 @@ def test_memory_peaks_within_15_percent_of_weights_and_caches(directory: Path, k
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_ranks_are_loaded_within_15_percent_of_their_parts(directory: Path) -> None:
     """Several at once, and put side by side without a copy, in one memory."""
-    measured = measure(directory, "native", "--mesh", "tp=4")
+    measured = measure(directory, "native", "tp=4")
     assert measured["weights"] > 400e6  # with what is on every one
     assert measured["weights"] <= measured["loading"] + 1e6
     assert measured["loading"] <= 1.15 * measured["weights"]
 
 
-def measure(directory: Path, kernels: str, *options: str) -> dict[str, int]:
+def measure(directory: Path, kernels: str, *mesh: str) -> dict[str, int]:
     """Measure in a process of its own."""
     if kernels == "native" and not native.available():
         pytest.skip(native.status()[1])
-    command = [sys.executable, "-c", ON_TWO_PROCESSORS, str(directory), "--kernels", kernels, *options]
+    command = [sys.executable, "-m", "tests.target.peak_memory", str(directory), kernels, *mesh]
     environment = os.environ | {"MALLOC_ARENA_MAX": "2", "JAX_NUM_CPU_DEVICES": "4"}
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True)
     measured: dict[str, int] = json.loads(run.stdout)
