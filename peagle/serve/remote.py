@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.base.errors import InputError
+from peagle.base.strict_json import dumps
 from peagle.serve.batch import Line
 from peagle.serve.errors import ApiError
 from peagle.serve.shared_state import in_daemon
@@ -47,7 +48,7 @@ def _call(url: str, body: Mapping[str, Any] | None = None) -> Any:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
+    data = None if body is None else dumps(body).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as reply:
             return json.load(reply)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest.mock import create_autospec
 
 import jax
 import numpy as np
@@ -11,8 +12,10 @@ from peagle.base.errors import InputError
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.devices.remote import VERBS, Coordinator, Worker
+from peagle.engine.host import handoff
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.executor import Executor
+from peagle.engine.memory.kv_memory import KVMemory
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.parallel.processes import decode, encode
@@ -66,7 +69,9 @@ def test_a_worker_ends_with_the_coordinators_bits(kind: str) -> None:
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(other))
 
 
-def test_an_engine_whose_pages_no_process_holds_whole_hands_nothing_over() -> None:
+def test_an_engine_whose_pages_no_process_holds_whole_takes_no_hand_offs() -> None:
     target, coordinator = tiny_target(), Coordinator(lambda _: None)
-    with pytest.raises(InputError, match="neither takes nor hands over"):
-        coordinator.executor(target, None, ResolvedConfig(context=64)).read_pages(0, [0])
+    executor = coordinator.executor(target, None, ResolvedConfig(context=64))
+    memory, message = (create_autospec(kind, instance=True) for kind in (KVMemory, handoff.HandOff))
+    with pytest.raises(InputError, match="takes no hand-offs"):
+        handoff.check(executor, memory, 64, handoff.Fingerprints(), message)
