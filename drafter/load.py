@@ -41,7 +41,15 @@ from peagle.base.checkpoint import Checkpoint, write_checkpoint
 from peagle.base.errors import InputError, InputWarning
 from peagle.base.memory import to_device
 from peagle.ops.kernels import Implementation
-from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, arrange_embedding, as_matrix, take_outputs
+from peagle.ops.linear import (
+    PackedMatrix,
+    SplitMatrix,
+    arrange,
+    arrange_embedding,
+    as_matrix,
+    embedding_width,
+    take_outputs,
+)
 from peagle.ops.linear.packed import BFLOAT16
 
 
@@ -244,7 +252,8 @@ class _DrafterReader:
     def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
         if self._stores(EMBEDDING):
             return arrange_embedding(self.checkpoint.take(EMBEDDING), self.dtype, self.implementation)
-        shared = self._shared(EMBEDDING, shared, (self.config.vocab_size, self.config.hidden_size))
+        width = embedding_width(self.config.hidden_size, self.implementation)
+        shared = self._shared(EMBEDDING, shared, (self.config.vocab_size, width))
         return jnp.asarray(shared) if self.implementation == "native" else jnp.asarray(shared).astype(self.dtype)
 
     def lm_head(

@@ -75,7 +75,7 @@ def run_layers(
             qkv = product(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, eps), positions=positions)
         else:
             normed = rms_norm(x, p.hidden_norm, eps)
-            embedded = rms_norm(embed(params.embedding, token_ids, hidden.dtype), p.norm, eps)
+            embedded = rms_norm(embed(params.embedding, token_ids, hidden.dtype, config.hidden_size), p.norm, eps)
             qkv = product(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias, positions=positions)
             x = normed if config.norm_before_residual else x
         out = attend(index, norm_heads(qkv, p, config), cos, sin)

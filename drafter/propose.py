@@ -257,7 +257,7 @@ class DFlash(_OnePass):
         positions = rows.positions[:, num_context:]
         attend = self._attend(state, rows.positions, until=rows.until)
         cos, sin = rope_tables(config.rope, rows.positions, params.dtype, implementation=by)
-        x = embed(params.embedding, rows.token_ids, params.dtype)
+        x = embed(params.embedding, rows.token_ids, params.dtype, config.hidden_size)
         for layer, p in enumerate(params.layers):
             read = jnp.concatenate([context, rms_norm(x, p.norm, config.rms_norm_eps)], axis=1)
             qkv = linear(read, p.qkv, p.qkv_bias, positions=rows.positions, implementation=by)

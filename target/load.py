@@ -21,8 +21,10 @@ from peagle.ops.expert_matmul import (
     NativeExperts,
     PackedExperts,
     TiledExperts,
+    TpuExperts,
     tiled_experts,
     to_panels,
+    tpu_experts,
 )
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix
@@ -330,11 +332,13 @@ class _TargetReader:
             yield from self._by_expert(name)
 
     def _packed(self, names: Mapping[str, str], _: Layout) -> Experts:
-        """Read a layer's experts as stored; on a Hopper GPU lay them out for its kernels, a layer at a time."""
+        """Read a layer's experts as stored; on a Hopper GPU or a TPU lay them out for its kernels, layer by layer."""
         parts: list[jax.Array] = []
         for matrix in ("gate_up", "down"):
             parts += [*self._on_device(self._packed_experts(names[matrix])), self._vector(names[f"{matrix}_bias"])]
         packed = PackedExperts(*parts)
+        if self.implementation == "tpu":
+            return tpu_experts(packed)
         if self.implementation == "xla" or self.part.rank.count > 1:
             return packed
         return tiled_experts(packed, self.part.config.top_k)
@@ -427,7 +431,7 @@ def _tensors(
 
 def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool, dialect: Dialect) -> dict[str, Any]:
     """Return a layer's expert tensors by name, gates and ups interleaved. dialect: with the names of this layer."""
-    if isinstance(experts, NativeExperts | TiledExperts):
+    if isinstance(experts, NativeExperts | TiledExperts | TpuExperts):
         raise TypeError("a model packed for the kernels cannot be saved; load it for 'xla'")
     names, count, width, hidden = dialect.names, config.num_experts, config.expert_width, config.hidden_size
     bias = np.asarray(experts.gate_up_bias)

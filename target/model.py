@@ -162,7 +162,7 @@ class GptOss:
         """Return (the tokens' embeddings, cos, sin)."""
         params = self.params
         tables = rope_tables(self.config.rope, positions, params.dtype, implementation=params.implementation)
-        return embed(params.embedding, token_ids, params.dtype), *tables
+        return embed(params.embedding, token_ids, params.dtype, self.config.hidden_size), *tables
 
     def _run_layers(
         self, token_ids: jax.Array, positions: jax.Array, attend: Attend
@@ -251,7 +251,7 @@ class GptOss:
             some = jax.lax.dynamic_slice_in_dim(token_ids, start, CHECKED_TOGETHER, axis=1)
             positions = start + jnp.arange(CHECKED_TOGETHER, dtype=jnp.int32)[None]
             output, cache = every.extend(some, positions, cache)
-            embedded = embed(self.params.embedding, some, self.params.dtype)
+            embedded = embed(self.params.embedding, some, self.params.dtype, self.config.hidden_size)
             outputs = (embedded, *jnp.split(output.aux_hidden, len(layers), axis=-1), output.logits)
             return cache, jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in outputs])
 

@@ -105,7 +105,7 @@ def forward_blocks(
     masks = jnp.full((batch, depth * count), model.mask_token_of(config), jnp.int32)
     tokens = jnp.concatenate([jnp.take_along_axis(token_ids, anchors, axis=1), masks], axis=1)
     context = dflash.project_context(params, config, aux_hidden)
-    x = embed(params.embedding, tokens, params.dtype)
+    x = embed(params.embedding, tokens, params.dtype, config.hidden_size)
     rows = [slice(width + row * count, width + (row + 1) * count) for row in range(depth + 1)]
     for layer, p in enumerate(params.layers):
         read = jnp.concatenate([context, rms_norm(x, p.norm, config.rms_norm_eps)], axis=1)

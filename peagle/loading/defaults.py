@@ -10,7 +10,6 @@ from peagle.base.errors import InputError, cannot_start
 from peagle.config import DEFAULT_CHUNK, GPU_CHUNK, DtypeName, KernelsChoice
 from peagle.ops import cuda
 from peagle.ops.kernels import Implementation, describe_kernels, for_weights
-from peagle.ops.native import available as native_available
 
 MOST_STEPS_PER_DISPATCH = 24
 
@@ -33,7 +32,7 @@ def steps_per_dispatch(num_bytes: int) -> int:
 
 def chosen_implementation(kernels: KernelsChoice) -> Implementation | None:
     """Choose the implementation of a pair's ops. Raises InputError if "native" is named and no kernels run here."""
-    if kernels == "native" and not (native_available() or cuda.available()):
+    if kernels == "native" and not (for_weights() or cuda.available()):
         raise InputError(f"the native kernels do not run here: {describe_kernels().removeprefix('XLA: ')}")
     return "xla" if kernels == "xla" else for_weights()
 

@@ -39,7 +39,7 @@ from peagle.protocols import Target
 
 AXIS = "rank"
 OF_PARTS = PartitionSpec(AXIS)  # rank r's part is [r]
-OF_PAGES = PartitionSpec(None, None, AXIS)  # [P, S, G, H]: by kv head
+OF_PAGES = PartitionSpec(None, None, AXIS)  # [P, S, G H]: by kv head
 SAME = PartitionSpec()
 OF_CACHE = PagedCache(OF_PAGES, SAME)  # type: ignore[arg-type]  # a prefix of the tree
 Tree = TypeVar("Tree")
@@ -156,8 +156,8 @@ class Sharded:
         sharding = NamedSharding(self.mesh, OF_PAGES)
 
         def over_ranks(pages: Pages) -> Pages:
-            count, size, kv_heads, head_dim = pages.key.shape
-            empty = jnp.zeros((count, size, kv_heads * self.ranks, head_dim), pages.key.dtype)
+            count, size, width = pages.key.shape
+            empty = jnp.zeros((count, size, width * self.ranks), pages.key.dtype)
             return Pages(*(jax.lax.with_sharding_constraint(empty, sharding) for _ in range(2)))
 
         return tuple(map(over_ranks, jax.eval_shape(lambda: self.parts.init_pages(num_pages))))

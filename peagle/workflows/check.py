@@ -13,7 +13,7 @@ from peagle.answers.result import decode
 from peagle.config import AUTO, SamplingParams
 from peagle.loading.checkpoints import DEMO, HELD_OUT
 from peagle.loading.load import load, with_drafter
-from peagle.ops import cuda, native
+from peagle.ops import cuda, native, tpu
 from peagle.ops.cuda import graphs
 from peagle.ops.kernels import describe_kernels, for_weights
 from peagle.pair import Pair
@@ -115,7 +115,7 @@ def _lossless(pair: Pair, name: str, temperature: float) -> Finding:
 
 def _kernels_run() -> bool:
     """Test whether kernels of ours run, rather than XLA's."""
-    return native.available() or cuda.available()
+    return native.available() or cuda.available() or tpu.available()
 
 
 def _logits(params: TargetParams, config: TargetConfig, ids: np.ndarray) -> np.ndarray:

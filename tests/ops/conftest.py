@@ -19,7 +19,7 @@ import jax
 import pytest
 
 from peagle.base.errors import InputError
-from peagle.ops import cuda, native
+from peagle.ops import cuda, native, tpu
 from peagle.ops.native import build
 from peagle.ops.native.build import instruction_sets
 
@@ -149,12 +149,15 @@ def opened(libraries: tuple[Path, Path]) -> None:
     cuda.open_kernels(launcher, str(driver), b"any image", "cpu", tiles=False)
 
 
-FORMS = ("xla", *instruction_sets(), "cuda")
+FORMS = ("xla", *instruction_sets(), "cuda", "tpu")
 
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run an op in XLA, in the native kernels of each instruction set, and in the CUDA kernels, on a GPU or the CPU."""
+    """Run an op in XLA, and in the native kernels of each instruction set, the CUDA kernels and those for TPUs.
+
+    The latter two run on the CPU if this machine has no such device.
+    """
     if request.param in instruction_sets():
         with running(request.param, request, monkeypatch, simplify=True):
             yield "native"
@@ -162,4 +165,5 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "cuda" and jax.default_backend() != "gpu":
         request.getfixturevalue("opened")
         monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
+    monkeypatch.setattr(tpu, "interpreted", jax.default_backend() != "tpu")
     yield request.param

@@ -1,4 +1,4 @@
-"""Experts in XLA and in the CUDA kernels: every layout computes the float64 definition of tests/ops/experts.py.
+"""Experts in XLA and in the kernels for GPUs and TPUs: every layout computes the float64 definition of experts.py.
 
 The native kernels compute their own layout, with norm and router: tests/ops/native/test_experts.py."""
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.ops import cuda
+from peagle.ops import cuda, tpu
 from peagle.ops.collectives import LocalExperts
 from peagle.ops.expert_matmul import (
     ExpandedExperts,
@@ -23,8 +23,10 @@ from peagle.ops.expert_matmul import (
     expert_block,
     expert_mlp,
     reference,
+    tpu_experts,
 )
 from peagle.ops.expert_matmul.routing import route_dense, route_top_k
+from peagle.ops.expert_matmul.tpu import FEW
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.norm import Norm
 from tests.ops.experts import mixture
@@ -130,12 +132,14 @@ class Form:
     layout: Callable[[Weights], Experts]
     dtype: Any = np.float32
     in_cuda: bool = False
+    on_tpu: bool = False
 
     def experts(self, w: Weights) -> Experts:
         def converted(leaf: jax.Array) -> jax.Array:
             return leaf if leaf.dtype == jnp.uint8 else leaf.astype(self.dtype)
 
-        return jax.tree.map(converted, self.layout(w))  # type: ignore[no-any-return]
+        experts = jax.tree.map(converted, self.layout(w))
+        return tpu_experts(experts) if self.on_tpu else experts  # type: ignore[no-any-return]
 
     def run(
         self, w: Weights, x: np.ndarray, logits: np.ndarray, positions: np.ndarray | None = None, **options: Any
@@ -154,7 +158,7 @@ class Form:
         """Allow for rounding: of a result in bfloat16, and a hidden value may round the other way."""
         expected = by_definition(w, x, logits, top_k, dtype=self.dtype, **options)
         output, largest = self.run(w, x, logits, top_k=top_k, **options), np.abs(expected).max()
-        error = {"rtol": 2**-7, "atol": (1 if self.in_cuda else 4) * 2**-8 * largest}
+        error = {"rtol": 2**-7, "atol": (1 if self.in_cuda or self.on_tpu else 4) * 2**-8 * largest}
         np.testing.assert_allclose(output, expected, **({"atol": 2e-5} if self.dtype == np.float32 else error))
 
 
@@ -166,15 +170,18 @@ def run(x: jax.Array, logits: jax.Array, experts: Experts, *, top_k: int, limit:
 IN_XLA = {"packed": Form(packed), "expanded": Form(expanded), "fused": Form(fused)}
 IN_BFLOAT16 = {f"{name}, bfloat16": dataclasses.replace(form, dtype=jnp.bfloat16) for name, form in IN_XLA.items()}
 IN_CUDA = {"CUDA": Form(packed, jnp.bfloat16, in_cuda=True)}
-FORMS: Mapping[str, Form] = IN_XLA | IN_BFLOAT16 | IN_CUDA
+ON_TPUS = {"TPU": Form(packed, jnp.bfloat16, on_tpu=True)}
+FORMS: Mapping[str, Form] = IN_XLA | IN_BFLOAT16 | IN_CUDA | ON_TPUS
 # XLA skips rows and experts of these on CPUs; a GPU waits for the host at each turn of a loop of dynamic length
 GROUPED = [name for name in FORMS if not name.startswith("fused")]
+IN_KERNELS = [*IN_CUDA, *ON_TPUS]
 on_cpus = pytest.mark.skipif(jax.default_backend() != "cpu", reason="on CPUs alone XLA computes rows so")
 
 
 @pytest.fixture
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Form:
-    """Compute experts in a form; CUDA's kernels run on a GPU, or on the CPU."""
+    """Compute experts in a form; the kernels run on a GPU or a TPU, or on the CPU."""
+    monkeypatch.setattr(tpu, "interpreted", jax.default_backend() != "tpu")
     if request.param in IN_CUDA and jax.default_backend() != "gpu":
         request.getfixturevalue("opened")
         monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
@@ -197,6 +204,11 @@ OF_CUDA = [
     (150, Sizes(2, 2, 64, 32)),  # several tiles an expert
     (40, Sizes(40, 1, 1632, 32)),  # a row an expert, or none
 ]
+OF_TPUS = [
+    (2, Sizes(5, 2, 1088, 32)),  # many parts of gate and up; outputs in several chunks; half a group of inputs
+    (9, Sizes(3, 3, 64, 160)),  # two products of eight rows; all rows select all experts
+    (40, Sizes(7, 2, 64, 96)),  # many rows: several tiles of an expert
+]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +217,7 @@ OF_CUDA = [
         *((name, *case) for name in IN_XLA for case in ANY_ROWS),
         *((name, *ANY_ROWS[-1]) for name in IN_BFLOAT16),
         *((name, *case) for name in IN_CUDA for case in OF_CUDA),
+        *((name, *case) for name in ON_TPUS for case in OF_TPUS),
     ],
     indirect=["form"],
 )
@@ -281,7 +294,7 @@ ROUTINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("form", [*IN_XLA, *IN_CUDA], indirect=True)
+@pytest.mark.parametrize("form", [*IN_XLA, *IN_KERNELS], indirect=True)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_any_routing_is_the_definition(form: Form, routing: str) -> None:
     x, logits = rows_and_logits(2 * reference.BLOCK_ROWS + 3, seed=6)
@@ -341,23 +354,23 @@ def test_inactive_rows_are_zero_and_change_no_others_bits(form: Form) -> None:
         "packed, bfloat16",
         "expanded",
         pytest.param("expanded, bfloat16", marks=pytest.mark.slow),
-        "CUDA",
+        *IN_KERNELS,
     ],
     indirect=True,
 )
 def test_a_rows_bits_do_not_depend_on_the_others(form: Form) -> None:
     """Neither on their number nor on their order, nor on the row's place in a block; so verifying computes decoding's
     bits. In XLA as it is compiled for users."""
-    x, logits = rows_and_logits(170 if form.in_cuda else ROWS, seed=14)
+    x, logits = rows_and_logits(170 if form.in_cuda else FEW if form.on_tpu else ROWS, seed=14)
     logits[:, 2] += 2.0  # several blocks
     experts, rows = form.experts(random_weights(seed=13)), x.astype(form.dtype)
     implementation = "cuda" if form.in_cuda else None
     compute = functools.partial(expert_mlp, top_k=SIZES.top_k, swiglu_limit=LIMIT, implementation=implementation)
-    compiled = jax.jit(compute, compiler_options=AS_FOR_USERS)
+    compiled = jax.jit(compute, compiler_options=None if form.on_tpu else AS_FOR_USERS)
     whole = np.asarray(compiled(rows, logits, experts))
     rng = np.random.default_rng(15)
     # in CUDA tiles of one product, two, four and eight; many rows
-    for count in (1, 8, 9, 17, 33) if form.in_cuda else (4, 17, len(x)):
+    for count in (1, 8, 9, 17, 33) if form.in_cuda else (1, 9) if form.on_tpu else (4, 17, len(x)):
         some = rng.permutation(len(x))[:count]
         np.testing.assert_array_equal(np.asarray(compiled(rows[some], logits[some], experts)), whole[some])
 
@@ -375,7 +388,7 @@ def test_both_routings_select_the_same() -> None:
 # MXFP4's scales
 
 
-@pytest.mark.parametrize("form", IN_CUDA, indirect=True)
+@pytest.mark.parametrize("form", IN_KERNELS, indirect=True)
 @pytest.mark.parametrize("scale", [0, 1, 60, 127, 128, 129, 140, 200])
 def test_extreme_scales(form: Form, scale: int) -> None:
     """Codes of every scale are exact: if biases alone make the hidden values, outputs are powers of two times sums."""
@@ -389,7 +402,7 @@ def test_extreme_scales(form: Form, scale: int) -> None:
     assert np.abs(expected).max() > 0
 
 
-@pytest.mark.parametrize("form", IN_CUDA, indirect=True)
+@pytest.mark.parametrize("form", IN_KERNELS, indirect=True)
 def test_large_and_small_scales_side_by_side(form: Form) -> None:
     sizes = Sizes(3, 2, 256, 64)
     x, logits = rows_and_logits(5, sizes)

@@ -1,4 +1,4 @@
-"""Paged attention in XLA, in the native kernels and in the CUDA kernels, against the definition in float64.
+"""Paged attention in XLA, and in the kernels for CPUs, GPUs and TPUs, against the definition in float64.
 
 One suite for all forms (`form`, tests/ops/conftest.py). Pools begin full of NaN, so that a read of what a row does not
 see shows.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from peagle.base.errors import InputError
 from peagle.ops import cuda, native
@@ -27,8 +28,8 @@ ROUNDED = 2.0**-8  # error of a result rounded to bfloat16 once
 
 
 def assert_close(form: str, ours: np.ndarray, theirs: np.ndarray, dtype: type) -> None:
-    """Allow for rounding: queries, keys and results; on XLA products within the rotation, and weights, too."""
-    error = 1e-5 if dtype == np.float32 else (16 if form == "xla" else 5) * ROUNDED
+    """Allow for rounding: queries, keys and results; where XLA rotates, products within the rotation, weights, too."""
+    error = 1e-5 if dtype == np.float32 else (16 if form in ("xla", "tpu") else 5) * ROUNDED
     ours, theirs = (np.asarray(part, np.float64) for part in (ours, theirs))
     np.testing.assert_allclose(ours, theirs, atol=error, rtol=error / 2)
 
@@ -74,8 +75,14 @@ BLOCKS_IN_XLA = ("pages of 5, heads of 24, a window, an offset", "all, float32")
 
 def forms_of(shapes: dict[str, Shape]) -> list[tuple[str, str]]:
     """List (form, name of a shape) of each shape that tells more of the form."""
-    taken = {"xla": IN_XLA, "cuda": tuple(GPU_SHAPES)}
+    taken = {"xla": IN_XLA, "cuda": tuple(GPU_SHAPES), "tpu": tuple(GPU_SHAPES)}
     return [(form, name) for form in FORMS for name in shapes if name in taken.get(form, shapes)]
+
+
+def marked(*pairs: tuple[str, str]) -> list[ParameterSet]:
+    """Mark what interpretation takes long for."""
+    slow = [("tpu", name) for name in GPU_SHAPES if name != "a window"]
+    return [pytest.param(*pair, marks=[pytest.mark.slow] if pair in slow else []) for pair in pairs]
 
 
 def as_bits(values: np.ndarray) -> np.ndarray:
@@ -224,7 +231,7 @@ def defined(name: str) -> list[tuple[Sequences, np.ndarray, list[tuple[np.ndarra
     return runs
 
 
-@pytest.mark.parametrize(("form", "name"), forms_of(SHAPES | GPU_SHAPES), indirect=["form"])
+@pytest.mark.parametrize(("form", "name"), marked(*forms_of(SHAPES | GPU_SHAPES)), indirect=["form"])
 def test_it_is_the_definition(form: str, name: str) -> None:
     """Pages in no order; what a row does not see is NaN; what is not written keeps its bits."""
     shape = (SHAPES | GPU_SHAPES)[name]
@@ -263,7 +270,7 @@ def block_passes(length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [pair for pair in forms_of(SHAPES | GPU_SHAPES) if pair[0] != "xla" or pair[1] in BLOCKS_IN_XLA],
+    marked(*(pair for pair in forms_of(SHAPES | GPU_SHAPES) if pair[0] != "xla" or pair[1] in BLOCKS_IN_XLA)),
     indirect=["form"],
 )
 def test_rows_of_a_block_see_each_other(form: str, name: str) -> None:
@@ -299,7 +306,7 @@ BITS = {
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        pytest.param(*pair, marks=[pytest.mark.slow] if pair == ("cuda", "a window") else [])
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair[0] == "tpu" or pair == ("cuda", "a window") else [])
         for pair in forms_of(BITS)
         if pair[0] != "xla"  # whose products of different sizes may round differently
     ],
@@ -343,7 +350,7 @@ def test_a_rows_bits_depend_on_its_tokens_alone(form: str, name: str) -> None:
     first = shape.offset if shape.window is None else length - shape.window + 1 + shape.offset
     index = np.arange(first, length + shape.offset)
     visible[table[0, index // shape.page_size], index % shape.page_size] = True
-    unseen = jax.tree.map(lambda pool: jnp.where(visible[:, :, None, None], pool, jnp.nan).astype(pool.dtype), pages)
+    unseen = jax.tree.map(lambda pool: jnp.where(visible[:, :, None], pool, jnp.nan).astype(pool.dtype), pages)
     check(alone(unseen, positions=after[:1], qkv=qkv[:1])[0][0])
 
 
@@ -399,7 +406,7 @@ HALVES = Shape(2, 1, 64, PAGE_SIZE, None, dtype=ml_dtypes.bfloat16)
     ("form", "shape", "longest", "rows", "batch"),
     [
         # six query heads per kv head: a chunk of the native kernels has seven rows here, not sixteen
-        *((form, Shape(6, 1, 4, PAGE_SIZE, None, with_sinks=False), 6000, 17, 1) for form in FORMS if form != "cuda"),
+        *((form, Shape(6, 1, 4, PAGE_SIZE, None, with_sinks=False), 6000, 17, 1) for form in FORMS[:-2]),
         ("cuda", HALVES, 9009, 9, 1),  # more chunks than splits; more than one tile of queries
         ("cuda", dataclasses.replace(HALVES, window=300), 9002, 2, 1),  # the window is far behind the first chunk
         # so many sequences that a block goes through two splits
@@ -411,11 +418,13 @@ def test_long_contexts_are_the_definition(form: str, shape: Shape, longest: int,
     """And on native kernels a row has the bits it has alone."""
     rng, width = np.random.default_rng(11), -(-longest // PAGE_SIZE)
     table = shuffled_table(rng, batch, width, batch * width)
-    pools = rng.standard_normal((2, batch * width, PAGE_SIZE, 1, shape.head_dim), np.float32).astype(shape.dtype)
+    pools = rng.standard_normal((2, batch * width, PAGE_SIZE, shape.head_dim), np.float32).astype(shape.dtype)
     sequences, pages = Sequences(shape, rng), Pages(*map(jnp.asarray, pools))
     ends = np.array([longest, *rng.integers(rows, longest, batch - 1)])
     for held, pool in zip((sequences.keys, sequences.values), pools.astype(np.float64), strict=True):
-        held |= {(b, p): pool[table[b, p // PAGE_SIZE], p % PAGE_SIZE] for b in range(batch) for p in range(ends[b])}
+        held |= {
+            (b, p): pool[table[b, p // PAGE_SIZE], p % PAGE_SIZE, None] for b in range(batch) for p in range(ends[b])
+        }
     positions = steps(*(ends - rows).tolist(), rows=rows)
     qkv = sequences.project(positions)
     out, after = run(form, sequences, pages, table, positions, qkv)

@@ -87,29 +87,31 @@ class _Layer:
     group: int  # of KVMemory
     offset: int  # the index of position 0
     first: int  # the first index that a message has
-    row: tuple[int, int]  # kv heads and head_dim of a row in a message
+    row: tuple[int]  # values of a row in a message
     dtype: np.dtype
-    copies: int  # of each kv head, side by side in the pages; a message has one
+    part: int  # values of a row on each rank
+    copies: int  # of each part, side by side in the pages; a message has one
 
 
 def _layers(executor: Executor, memory: KVMemory, length: int) -> list[_Layer]:
     """List the layers for a sequence of this length."""
-    target_copies = executor.target.kv_copies if isinstance(executor.target, OverDevices) else 1
+    target = executor.target
+    target_ranks, target_copies = (target.ranks, target.kv_copies) if isinstance(target, OverDevices) else (1, 1)
     target_pages = executor.shapes.target_cache.pages
     drafter_pages = getattr(executor.shapes.drafter_state, "pages", ())
     layers: list[_Layer] = []
-    for model, pools, first_group, copies in (
-        ("target", target_pages, 0, target_copies),
-        ("drafter", drafter_pages, memory.num_target_groups, 1),
+    for model, pools, first_group, ranks, copies in (
+        ("target", target_pages, 0, target_ranks, target_copies),
+        ("drafter", drafter_pages, memory.num_target_groups, 1, 1),
     ):
         for layer, pool in enumerate(pools):
             numbers = range(first_group, len(memory.groups))
             group = next(number for number in numbers if layer in memory.groups[number].layers)
             offset = memory.groups[group].offset
             first = max(offset, memory.pool.first_needed(group, length // PAGE_SIZE) * PAGE_SIZE)
-            _, _, heads, width = pool.key.shape
-            row, dtype = (heads // copies, width), np.dtype(pool.key.dtype)
-            layers.append(_Layer(f"{model}.{layer}", len(layers), group, offset, first, row, dtype, copies))
+            width, dtype = pool.key.shape[2], np.dtype(pool.key.dtype)
+            row, part = (width // copies,), width // ranks
+            layers.append(_Layer(f"{model}.{layer}", len(layers), group, offset, first, row, dtype, part, copies))
     return layers
 
 
@@ -143,8 +145,9 @@ def pack(
         numbers = table.pages[layer.group][begin : -(-length // PAGE_SIZE)]
         assert UNMAPPED not in numbers, "pages that a later request sees"
         for part, pages in zip(("key", "value"), executor.read_pages(layer.number, numbers), strict=True):
-            rows = pages.reshape(-1, *pages.shape[2:])[layer.first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
-            tensors[f"{layer.name}.{part}"][...] = rows[:, :: layer.copies]
+            rows = pages.reshape(-1, pages.shape[2])[layer.first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
+            once = rows.reshape(len(rows), -1, layer.part)[:, :: layer.copies]
+            tensors[f"{layer.name}.{part}"][...] = once.reshape(len(rows), -1)
     return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), with_drafter, tensors)
 
 
@@ -280,6 +283,7 @@ def put(executor: Executor, memory: KVMemory, table: PageTable, hand_off: HandOf
             rows = hand_off.tensors[f"{layer.name}.{part}"]
             whole = np.zeros((len(numbers) * PAGE_SIZE, *layer.row), layer.dtype)
             whole[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE] = rows[len(rows) - (length - first) :]
-            copied = whole if layer.copies == 1 else np.repeat(whole, layer.copies, axis=1)
-            pages.append(copied.reshape(len(numbers), PAGE_SIZE, *copied.shape[1:]))
+            parts = whole.reshape(len(whole), -1, layer.part)
+            copied = parts if layer.copies == 1 else np.repeat(parts, layer.copies, axis=1)
+            pages.append(copied.reshape(len(numbers), PAGE_SIZE, -1))
         executor.write_pages(layer.number, numbers, *pages)

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops import cuda, native
+from peagle.ops.attention import tpu
 from peagle.ops.attention.reference import online_attention, split_heads
 from peagle.ops.cuda import calls
 from peagle.ops.kernels import Implementation
@@ -36,7 +37,11 @@ T = TypeVar("T")
 
 @flax.struct.dataclass
 class Pages:
-    """One layer's pool of pages: keys and values, [P, S, G, H] each."""
+    """One layer's pool of pages: keys and values, [P, S, G H] each.
+
+    The kv heads of an index are side by side: in [P, S, G, H] a TPU would lay the pages' numbers along its lanes, which
+    are wider than a head, and copy the whole pool in every pass.
+    """
 
     key: jax.Array
     value: jax.Array
@@ -171,7 +176,7 @@ class PagedRows:
 
 def init_pages(num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Pages:
     # two buffers, because a donated buffer may appear only once
-    shape = (num_pages, page_size, kv_heads, head_dim)
+    shape = (num_pages, page_size, kv_heads * head_dim)
     return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
@@ -220,9 +225,11 @@ def paged_attention(
     if implementation == "native":
         return _on_native(*operands)
     on_xla = functools.partial(_on_xla, num_heads=num_heads)
-    if implementation == "xla":
+    if implementation == "tpu" and tpu.supports(qkv, pages.key, 2 * cos.shape[2]):
+        return _on_tpu(*operands, num_heads=num_heads)
+    if implementation in ("xla", "tpu"):
         return on_xla(*operands)
-    if _cuda_supports(qkv, pages.key):
+    if _cuda_supports(qkv, pages.key, 2 * cos.shape[2]):
         if implementation == "cuda":
             return _on_cuda(*operands)
         return jax.lax.platform_dependent(*operands, cuda=_on_cuda, default=on_xla)
@@ -231,11 +238,11 @@ def paged_attention(
     return on_xla(*operands)
 
 
-def _cuda_supports(qkv: jax.Array, key: jax.Array) -> bool:
-    """Check that the CUDA kernels run here and take such rows and pages [P, S, G, H]."""
+def _cuda_supports(qkv: jax.Array, key: jax.Array, head_dim: int) -> bool:
+    """Check that the CUDA kernels run here and take such rows and pages."""
     if not cuda.available():
         return False
-    return key.shape[1] == calls.PAGE and key.shape[3] == calls.HEAD_DIM and qkv.dtype == key.dtype == jnp.bfloat16
+    return key.shape[1] == calls.PAGE and head_dim == calls.HEAD_DIM and qkv.dtype == key.dtype == jnp.bfloat16
 
 
 def attend_paged(
@@ -312,7 +319,8 @@ def write_pages(
     page = jnp.where((write < 0) | (page < 0), num_pages, page)  # beyond the pool: dropped
 
     def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        bits = _as_bits(pool).at[page, write % size].set(_as_bits(rows.astype(pool.dtype)), mode="drop")
+        flat = rows.astype(pool.dtype).reshape(*write.shape, -1)
+        bits = _as_bits(pool).at[page, write % size].set(_as_bits(flat), mode="drop")
         return _from_bits(bits, pool.dtype)
 
     return Pages(put(pages.key, key), put(pages.value, value))
@@ -337,7 +345,7 @@ def _on_xla(
     *,
     num_heads: int,
 ) -> tuple[jax.Array, Pages]:
-    query, key, value = split_heads(qkv, num_heads, pages.key.shape[2], cos, sin)
+    query, key, value = split_heads(qkv, num_heads, _kv_heads(pages, cos), cos, sin)
     pages = write_pages(pages, key, value, rows.table, rows.write)
 
     def attend(query: jax.Array, _: None, last: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
@@ -350,7 +358,7 @@ def _on_xla(
 def _attend_in_pages(
     query: Float[Array, "B T N H"], pages: Pages, rows: PagedRows, sinks: jax.Array | None
 ) -> Float[Array, "B T N H"]:
-    size, width = pages.page_size, rows.table.shape[1]
+    size, width, groups = pages.page_size, rows.table.shape[1], pages.key.shape[2] // query.shape[3]
     count = max(1, min(MOST_PAGES, width, MOST_SCORES // (query.shape[1] * size)))
 
     def load(block: jax.Array) -> tuple[Float[Array, "B S G H"], Float[Array, "B S G H"], Bool[Array, "B T S"]]:
@@ -360,7 +368,7 @@ def _attend_in_pages(
         mask = (index >= rows.first[:, :, None]) & (index <= rows.last[:, :, None])
         batch = numbers.shape[0]
         keys, values = (
-            _from_bits(_as_bits(pool)[numbers], pool.dtype).reshape(batch, count * size, *pool.shape[2:])
+            _from_bits(_as_bits(pool)[numbers], pool.dtype).reshape(batch, count * size, groups, -1)
             for pool in (pages.key, pages.value)
         )
         return keys, values, mask
@@ -368,15 +376,34 @@ def _attend_in_pages(
     sees = rows.last >= rows.first
     begin = jnp.min(jnp.where(sees, rows.first, jnp.iinfo(jnp.int32).max)) // (count * size)
     end = jnp.max(jnp.where(sees, rows.last, -1)) // (count * size) + 1
-    return online_attention(query, pages.key.shape[2], load, begin, end, sinks)
+    return online_attention(query, groups, load, begin, end, sinks)
+
+
+def _kv_heads(pages: Pages, cos: jax.Array) -> int:
+    return pages.key.shape[2] // (2 * cos.shape[2])
+
+
+def _on_tpu(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pages: Pages,
+    rows: PagedRows,
+    sinks: jax.Array | None,
+    *,
+    num_heads: int,
+) -> tuple[jax.Array, Pages]:
+    query, key, value = split_heads(qkv, num_heads, _kv_heads(pages, cos), cos, sin)
+    pages = write_pages(pages, key, value, rows.table, rows.write)
+    out = tpu.attend(query, pages.key, pages.value, rows.table, rows.first, rows.last, sinks)
+    return out.reshape(*qkv.shape[:2], -1), pages
 
 
 def _on_native(
     qkv: jax.Array, cos: jax.Array, sin: jax.Array, pages: Pages, rows: PagedRows, sinks: jax.Array | None
 ) -> tuple[jax.Array, Pages]:
-    _, _, kv_heads, head_dim = pages.key.shape
-    outputs = qkv.shape[2] - 2 * kv_heads * head_dim
     stored = jax.ShapeDtypeStruct(pages.key.shape, pages.key.dtype)
+    outputs = qkv.shape[2] - 2 * pages.key.shape[2]
     out, key, value = native.call(
         "paged_attention",
         (jax.ShapeDtypeStruct((*qkv.shape[:2], outputs), pages.key.dtype), stored, stored),

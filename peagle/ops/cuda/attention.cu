@@ -1,4 +1,4 @@
-// Attention over keys and values in pages of 64 slots, [P, 64, G, H]. Index i of sequence b is slot i mod 64 of page
+// Attention over keys and values in pages of 64 slots, [P, 64, G H]. Index i of sequence b is slot i mod 64 of page
 // table[b, i / 64 mod M].
 //
 //     few rows   attend: the pages of a kv head of a sequence, in chunks of four, are distributed over splits, so that the

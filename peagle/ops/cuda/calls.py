@@ -99,8 +99,8 @@ def paged_attention(
     qkv: BFloat16[Array, "B T all"],
     cos: BFloat16[Array, "B T h"],
     sin: BFloat16[Array, "B T h"],
-    key: BFloat16[Array, "P S G H"],
-    value: BFloat16[Array, "P S G H"],
+    key: BFloat16[Array, "P S GH"],
+    value: BFloat16[Array, "P S GH"],
     table: Int32[Array, "B M"],
     write: Int32[Array, "B T"],
     first: Int32[Array, "B T"],
@@ -108,13 +108,14 @@ def paged_attention(
     sinks: Float[Array, " N"] | None,
     *,
     span: int,
-) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "P S G H"], BFloat16[Array, "P S G H"]]:
+) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "P S GH"], BFloat16[Array, "P S GH"]]:
     """Write the new keys and values, then attend; return (output, keys, values). S is PAGE, H is HEAD_DIM.
 
     span: see PagedRows; with up to STEP_ROWS rows, indices beyond it are not read. Sinks are converted to bfloat16, the
     dtype of checkpoints.
     """
-    (batch, width, values), (_, _, kv_heads, head_dim) = qkv.shape, key.shape
+    (batch, width, values), head_dim = qkv.shape, 2 * cos.shape[2]
+    kv_heads = key.shape[2] // head_dim
     heads = values // head_dim - 2 * kv_heads
     splits = num_splits(span, width, table.shape[1] * PAGE) if width <= STEP_ROWS else 0
     parts = (batch, kv_heads, splits, width * heads // kv_heads)

@@ -433,15 +433,15 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
                           AnyBuffer table, AnyBuffer write, AnyBuffer first, AnyBuffer last, AnyBuffer sinks, Out result,
                           Out new_key, Out new_value, Out rotated, Out parts, Out part_peaks, Out part_totals) {
   const AnyBuffer &out = *result, &query = *rotated, &partial = *parts, &peaks = *part_peaks, &totals = *part_totals;
-  if (qkv.dimensions().size() != 3 || key.dimensions().size() != 4 || table.dimensions().size() != 2 ||
+  if (qkv.dimensions().size() != 3 || key.dimensions().size() != 3 || table.dimensions().size() != 2 ||
       partial.dimensions().size() != 5)
     return ffi::Error::InvalidArgument("paged_attention: qkv " + Shape(qkv) + ", key " + Shape(key) + " and table " +
-                                       Shape(table) + " are not [B, T, (N + 2G) H], [P, 64, G, H] and [B, M]");
-  const int64_t B = qkv.dimensions()[0], T = qkv.dimensions()[1], P = key.dimensions()[0], G = key.dimensions()[2];
-  const int64_t H = key.dimensions()[3], M = table.dimensions()[1], splits = partial.dimensions()[2];
+                                       Shape(table) + " are not [B, T, (N + 2G) H], [P, 64, G H] and [B, M]");
+  const int64_t B = qkv.dimensions()[0], T = qkv.dimensions()[1], P = key.dimensions()[0];
+  const int64_t H = kHead, G = key.dimensions()[2] / H, M = table.dimensions()[1], splits = partial.dimensions()[2];
   const int64_t N = qkv.dimensions()[2] / kHead - 2 * G;
   const int64_t tiles = G == 0 ? 0 : (T * (N / G) + kQueryRows - 1) / kQueryRows;  // of few rows
-  if (H != kHead || key.dimensions()[1] != kSlots || B * T * P * G * M == 0 || N < G || N % G ||
+  if (key.dimensions()[1] != kSlots || B * T * P * G * M == 0 || N < G || N % G ||
       (T <= kStepRows) != (splits > 0) || splits & (splits - 1) || splits > kMostSplits ||
       (splits > 0 && B * G * tiles > kMostTiles))
     return ffi::Error::InvalidArgument("paged_attention: qkv " + Shape(qkv) + " does not fit key " + Shape(key) +
@@ -451,8 +451,8 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
   PEAGLE_EXPECT(qkv, BF16, B, T, (N + 2 * G) * H);
   PEAGLE_EXPECT(cosine, BF16, B, T, H / 2);
   PEAGLE_EXPECT(sine, BF16, B, T, H / 2);
-  PEAGLE_EXPECT(key, BF16, P, kSlots, G, H);
-  PEAGLE_EXPECT(value, BF16, P, kSlots, G, H);
+  PEAGLE_EXPECT(key, BF16, P, kSlots, G * H);
+  PEAGLE_EXPECT(value, BF16, P, kSlots, G * H);
   PEAGLE_EXPECT(table, S32, B, M);
   PEAGLE_EXPECT(write, S32, B, T);
   PEAGLE_EXPECT(first, S32, B, T);

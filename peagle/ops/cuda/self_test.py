@@ -133,7 +133,8 @@ def check_attention(width: int, padding: int, num_pages: int, window: int, lengt
     index = length + np.arange(active, dtype=np.int32)
     last = np.pad(index, (0, padding), constant_values=-1)[None]
     first = np.maximum(last - window + 1, 0) if window else np.zeros_like(last)
-    operands = (qkv, cos, sin, key, value, table, last, first, last, sinks)
+    pools = (pool.reshape(num_pages, PAGE, -1) for pool in (key, value))
+    operands = (qkv, cos, sin, *pools, table, last, first, last, sinks)
     out, new_key, new_value = calls.paged_attention(*map(jnp.asarray, operands), span=num_pages * PAGE)
 
     def rotated(x: np.ndarray) -> np.ndarray:
@@ -158,8 +159,9 @@ def check_attention(width: int, padding: int, num_pages: int, window: int, lengt
     what = f"attention of {width} rows, {padding} padding, a window of {window}"
     _expect_near(result, expected, what)
     written = (table[0, index // PAGE % num_pages], index % PAGE)
-    _expect_near(np.asarray(new_key, np.float64)[written], keys, f"the keys of {what}")
-    _expect_near(np.asarray(new_value, np.float64)[written], all_values[-active:], f"the values of {what}")
+    _expect_near(np.asarray(new_key, np.float64).reshape(key.shape)[written], keys, f"the keys of {what}")
+    new_values = np.asarray(new_value, np.float64).reshape(value.shape)
+    _expect_near(new_values[written], all_values[-active:], f"the values of {what}")
 
 
 def random_halves(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""The mixture-of-experts feed-forward of GPT-OSS: one op, five layouts of its weights."""
+"""The mixture-of-experts feed-forward of GPT-OSS: one op, six layouts of its weights."""
 
 from peagle.ops.expert_matmul.api import expert_block, expert_mlp
 from peagle.ops.expert_matmul.cuda import tiled_experts
 from peagle.ops.expert_matmul.native import to_panels
+from peagle.ops.expert_matmul.tpu import tpu_experts
 from peagle.ops.expert_matmul.weights import (
     ExpandedExperts,
     Experts,
@@ -10,6 +11,7 @@ from peagle.ops.expert_matmul.weights import (
     NativeExperts,
     PackedExperts,
     TiledExperts,
+    TpuExperts,
 )
 
 __all__ = [
@@ -19,8 +21,10 @@ __all__ = [
     "NativeExperts",
     "PackedExperts",
     "TiledExperts",
+    "TpuExperts",
     "expert_block",
     "expert_mlp",
     "tiled_experts",
     "to_panels",
+    "tpu_experts",
 ]

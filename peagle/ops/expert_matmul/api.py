@@ -12,7 +12,7 @@ from peagle.base.errors import InputError
 from peagle.ops.collectives import LocalExperts, Ranks
 from peagle.ops.cuda import unsupported
 from peagle.ops.cuda.calls import MAX_ROWS, TILED_TOP_K
-from peagle.ops.expert_matmul import cuda, native, reference
+from peagle.ops.expert_matmul import cuda, native, reference, tpu
 from peagle.ops.expert_matmul.routing import Choices, route_dense, route_top_k
 from peagle.ops.expert_matmul.weights import (
     Experts,
@@ -20,10 +20,12 @@ from peagle.ops.expert_matmul.weights import (
     NativeExperts,
     PackedExperts,
     TiledExperts,
+    TpuExperts,
 )
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, linear
 from peagle.ops.norm import Norm, rms_norm
+from peagle.ops.tpu import pad_rows
 
 BLOCKED_ROWS = 256  # estimated: with fewer rows, in_blocks, which reads an expert twice, gains nothing on a GPU
 DECODE_ROWS = 16  # the widest verify pass: one sequence with K = 15, or a batch with smaller K
@@ -48,7 +50,8 @@ def expert_block(
     Returns (y, next_norm(y) if the kernel computes it in passing, else None).
 
     Rows of negative position are inactive, as in `linear`. NativeExperts need the native kernels, TiledExperts those
-    for Hopper GPUs. ranks: `experts` is this rank's part; the ranks' outputs are summed, in float32, before x is added.
+    for Hopper GPUs, TpuExperts those for TPUs. ranks: `experts` is this rank's part; the ranks' outputs are summed, in
+    float32, before x is added.
 
     Raises InputError if the named implementation does not run here or does not take these operands.
     """
@@ -71,8 +74,12 @@ def expert_block(
             return native.routed(*operands).reshape(x.shape), None
         out = native.routed(*operands, local=local, residual=False, dtype=jnp.float32)
     else:
+        count = len(rows)
+        if isinstance(experts, TpuExperts):  # the norm, too, computes whole tiles
+            rows = pad_rows(rows)
         rows = rms_norm(rows, norm.weight, norm.epsilon)
         logits = linear(rows, router, router_bias, implementation=implementation)
+        rows, logits = rows[:count], logits[:count]
         dtype = x.dtype if ranks is None else jnp.dtype(jnp.float32)
         options: Any = {"implementation": implementation, "local": local, "dtype": dtype}
         out = expert_mlp(rows, logits, experts, top_k, swiglu_limit, positions, **options)
@@ -96,9 +103,9 @@ def expert_mlp(
     """Sum softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e) over the top_k selected experts e.
 
     All layouts give the same function, in `dtype` (default: x's), except NativeExperts and TiledExperts, which only
-    `expert_block` takes. local: `experts` holds only these; sum over them alone. Rows of negative position are
-    inactive, as in `linear`; the CUDA kernels skip them, and XLA on CPU if they are many. Raises InputError as
-    `expert_block` does.
+    `expert_block` takes. TpuExperts take bfloat16. local: `experts` holds only these; sum over them alone. Rows of
+    negative position are inactive, as in `linear`; the CUDA kernels skip them, and XLA on CPU if they are many. Raises
+    InputError as `expert_block` does.
     """
     if isinstance(experts, NativeExperts | TiledExperts):
         raise TypeError("the kernels compute these experts with their norm and router; call expert_block")
@@ -117,6 +124,8 @@ def expert_mlp(
 
     if implementation == "cuda":
         return run(cuda.routed, x, choices, experts)
+    if isinstance(experts, TpuExperts):
+        return run(tpu.routed, x, choices, experts)
     few_choices = choices.ids.size < experts.num_experts  # sorting them costs more than dequantising an expert for each
     elsewhere: reference.Form = reference.selected if few_choices else reference.grouped
     # Not `grouped`: a GPU waits for the host at each turn of a loop of dynamic length, and there would be hundreds.

@@ -100,7 +100,7 @@ def grouped(
     on other rows or their number. The loops have dynamic lengths, so reverse-mode differentiation fails.
     """
     ids = choices.ids
-    order, begins, ends = _by_expert(ids, experts.num_experts)
+    order, begins, ends = by_expert(ids, experts.num_experts)
     row_of = jnp.pad(order // ids.shape[1], (0, BLOCK_ROWS))
 
     def one(out: jax.Array, step: tuple) -> tuple[jax.Array, None]:
@@ -136,7 +136,7 @@ def in_blocks(
     ids, num_experts, size = choices.ids, experts.num_experts, BLOCK_ROWS
     while size * num_experts < ids.size:
         size *= 2
-    order, begins, ends = _by_expert(ids, num_experts)
+    order, begins, ends = by_expert(ids, num_experts)
     row_of = jnp.pad(order // ids.shape[1], (0, size))
     blocks = (ends - begins + size - 1) // size
     lasts = jnp.cumsum(blocks).astype(jnp.int32)  # after each expert's last block
@@ -157,7 +157,7 @@ def in_blocks(
     return combine(_by_row(sorted_out, order, ids), choices, num_experts)
 
 
-def _by_expert(ids: Int[Array, "T K"], num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def by_expert(ids: Int[Array, "T K"], num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sort choices by expert, those that select nothing last; return (order, begin and end of each expert's)."""
     choices = ids.reshape(-1)
     order = jnp.argsort(choices).astype(jnp.int32)  # stable

@@ -1,10 +1,11 @@
-"""The five layouts of a layer's expert weights. E experts, D model width, F expert width.
+"""The six layouts of a layer's expert weights. E experts, D model width, F expert width.
 
     PackedExperts    MXFP4 blocks and scales as the checkpoint has them: smallest memory
     ExpandedExperts  one dense matrix per expert: a decoded token reads only the experts it selected
     FusedExperts     all experts side by side in two matrices: two plain matmuls, for models that select most experts
     NativeExperts    packed matrices for the native CPU kernels, in MXFP4, bfloat16 or float32: fastest on CPU
     TiledExperts     MXFP4 for the kernels of Hopper GPUs: fastest there, and as small as PackedExperts
+    TpuExperts       MXFP4 for the kernels of TPUs
 
 FusedExperts and ExpandedExperts hold all gate columns, then all up columns. Checkpoints and PackedExperts interleave
 them: even rows are gates, odd rows are ups.
@@ -19,7 +20,7 @@ from peagle.ops.linear.packed import PackedMatrix
 
 
 class _Experts:
-    down_bias: jax.Array  # [E, D] in every layout
+    down_bias: jax.Array  # [E, D], of TpuExperts [E, 1, D']
 
     @property
     def num_experts(self) -> int:
@@ -69,4 +70,19 @@ class TiledExperts(_Experts):
     down_bias: jax.Array  # [E, D] bfloat16
 
 
-Experts: TypeAlias = PackedExperts | ExpandedExperts | FusedExperts | NativeExperts | TiledExperts
+@flax.struct.dataclass
+class TpuExperts(_Experts):
+    """Inputs are in parts of k, which a kernel copies one by one; outputs are padded to F' and D', multiples of 128.
+
+    A word has eight inputs of one output (peagle.ops.expert_matmul.tpu).
+    """
+
+    gate_up: jax.Array  # [E, D/k, 2, k/8, F'] uint32: gate, up
+    gate_up_scales: jax.Array  # [E, D/k, 2, 32, F'] uint8: k/32 rows and padding
+    gate_up_bias: jax.Array  # [E, 2, F'] float32
+    down: jax.Array  # [E, F/k, k/8, D'] uint32
+    down_scales: jax.Array  # [E, F/k, 32, D'] uint8
+    down_bias: jax.Array  # [E, 1, D'] float32
+
+
+Experts: TypeAlias = PackedExperts | ExpandedExperts | FusedExperts | NativeExperts | TiledExperts | TpuExperts

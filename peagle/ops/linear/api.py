@@ -1,6 +1,7 @@
 """The public entries: the layout of the weights decides the implementation."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from peagle.ops.linear import cuda
 from peagle.ops.linear.packed import PackedMatrix
 from peagle.ops.linear.split import SplitMatrix
 from peagle.ops.norm import Norm, rms_norm
+from peagle.ops.tpu import ROWS, pad_rows
 
 FEW = 8  # tokens that `embed` slices one by one; most steps embed no more
 
@@ -42,7 +44,7 @@ def linear(
     residual. Rows of negative position are inactive:
     ignore their output, which is finite. The native kernels skip them, and the bits of another row depend only on that
     row and the weights. On a GPU a CUDA kernel multiplies up to 16 rows of bfloat16, unless the implementation is
-    "xla".
+    "xla". "tpu" multiplies whole tiles of rows.
 
     reduce: sums the ranks' products, in float32, before the residual is added; the weight holds this rank's inputs.
     """
@@ -72,8 +74,11 @@ def _product(
 ) -> jax.Array:
     """See `linear`; the result is in `dtype`."""
     if not isinstance(weight, PackedMatrix):
+        if implementation == "tpu" and math.prod(x.shape[:-1]) % ROWS:
+            return _of_whole_tiles(x, weight, bias, norm, residual, dtype)
         normalised = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
-        if implementation != "xla" and dtype == x.dtype and cuda.supports(normalised, weight, bias, residual):
+        by_xla = implementation in ("xla", "tpu") or dtype != x.dtype
+        if not by_xla and cuda.supports(normalised, weight, bias, residual):
             return _of_few_rows(normalised, weight, bias, residual)
         return _on_xla(normalised, weight, bias, residual, dtype=dtype)
     rows = x.reshape(-1, x.shape[-1])
@@ -91,6 +96,22 @@ def _product(
     )
     shaped: jax.Array = out.reshape(*x.shape[:-1], weight.outputs)
     return shaped
+
+
+def _of_whole_tiles(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    norm: Norm | None,
+    residual: jax.Array | None,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """See `_product`; norm and product are of whole tiles of rows."""
+    rows, added = x.reshape(-1, x.shape[-1]), None
+    if residual is not None:
+        added = pad_rows(residual.reshape(-1, weight.shape[1]))
+    out = _product(pad_rows(rows), weight, bias, norm, added, None, dtype, "tpu")
+    return out[: len(rows)].reshape(*x.shape[:-1], weight.shape[1])
 
 
 @jax.custom_jvp
@@ -136,8 +157,8 @@ def _over_devices(
     return output
 
 
-def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:
-    """Look up the tokens' rows in the table [V, width], in `dtype`.
+def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike, width: int) -> Float[Array, "... width"]:
+    """Look up the tokens' rows in the table, in `dtype`. width: without padding (`arrange_embedding`).
 
     A table of uint16 holds the bits of bfloat16, because XLA on CPU would convert a whole bfloat16 table to gather from
     it. Few tokens are sliced one by one: XLA estimates a gather by the size of the table, and splits it over threads.
@@ -150,4 +171,4 @@ def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> F
         rows = table[token_ids]
     if rows.dtype == jnp.uint16:
         rows = jax.lax.bitcast_convert_type(rows, jnp.bfloat16)
-    return rows.astype(dtype)
+    return rows[..., :width].astype(dtype)

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from peagle.base.memory import aligned, aligned_copy, as_aligned, to_device
 from peagle.ops.kernels import Implementation
 from peagle.ops.mxfp4 import BLOCK, dequantize
+from peagle.ops.tpu import LANES
 
 ROWS = 16
 ROUNDED_AT_ONCE = 256  # panels, for less memory
@@ -149,11 +150,22 @@ def arrange(rows: np.ndarray, dtype: DTypeLike, implementation: Implementation |
     return to_device(aligned_copy(rows.T, dtype))
 
 
+def embedding_width(width: int, implementation: Implementation | None) -> int:
+    """Return the width of a table's rows in memory: for "tpu" whole lanes.
+
+    Else a TPU would put tokens along its lanes, to pad less, and every gather of several rows would copy the table.
+    """
+    return width + -width % LANES if implementation == "tpu" else width
+
+
 def arrange_embedding(table: np.ndarray, dtype: DTypeLike, implementation: Implementation | None) -> jax.Array:
     """Lay out a table for `embed`: in `dtype`; for "native", as bfloat16 bits if it is stored or requested so.
 
-    The result may share the table's memory: do not write to it afterwards.
+    For "tpu" rows are padded (`embedding_width`). The result may share the table's memory: do not write to it
+    afterwards.
     """
+    if implementation == "tpu":
+        table = np.pad(table, ((0, 0), (0, embedding_width(table.shape[1], implementation) - table.shape[1])))
     bits = implementation == "native" and BFLOAT16 in (table.dtype, np.dtype(dtype))
     # aligned, because the device copies an unaligned array later and holds both copies until then
     ready = as_aligned(table, BFLOAT16 if bits else dtype)

@@ -171,11 +171,13 @@ ffi::Error AttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, 
                             AnyBuffer sinks, Out out, Out key_out, Out value_out) {
   auto wrong = [](const std::string& what) { return ffi::Error::InvalidArgument("attention: " + what); };
   const auto in = qkv.dimensions(), to = out->dimensions(), k = key.dimensions(), m = table.dimensions(), r = write.dimensions();
-  if (in.size() != 3 || to.size() != 3 || k.size() != 4 || in[0] != to[0] || in[1] != to[1] || k[1] < 1 || k[2] < 1 ||
-      k[3] < 2 || k[3] % 2 != 0 || in[2] != to[2] + 2 * k[2] * k[3] || to[2] < 1 || to[2] % (k[2] * k[3]) != 0 ||
+  const auto c = cos.dimensions();
+  const int64_t head_dim = c.size() == 3 ? 2 * c[2] : 0;
+  if (in.size() != 3 || to.size() != 3 || k.size() != 3 || in[0] != to[0] || in[1] != to[1] || k[1] < 1 || head_dim < 2 ||
+      k[2] < 1 || k[2] % head_dim != 0 || in[2] != to[2] + 2 * k[2] || to[2] < 1 || to[2] % k[2] != 0 ||
       value.dimensions() != k)
-    return wrong("qkv " + Shape(qkv) + ", out " + Shape(*out) + ", key " + Shape(key) + ", value " + Shape(value) +
-                 " are not [B, T, (N + 2 G) H], [B, T, N H] and [P, S, G, H] twice");
+    return wrong("qkv " + Shape(qkv) + ", cos " + Shape(cos) + ", out " + Shape(*out) + ", key " + Shape(key) + ", value " +
+                 Shape(value) + " are not [B, T, (N + 2 G) H], [B, T, H/2], [B, T, N H] and [P, S, G H] twice");
   if (m.size() != 2 || m[0] != in[0] || m[1] < 1 || r.size() != 2 || r[0] != in[0] || r[1] != in[1] ||
       first.dimensions() != r || last.dimensions() != r || table.element_type() != ffi::DataType::S32 ||
       write.element_type() != ffi::DataType::S32 || first.element_type() != ffi::DataType::S32 ||
@@ -187,7 +189,7 @@ ffi::Error AttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, 
     return wrong("keys, values and results are not of one type, float32 or bfloat16");
   if (key_out->untyped_data() != key.untyped_data() || value_out->untyped_data() != value.untyped_data())
     return wrong("the pages are not written in place");
-  const int64_t angles = in[0] * in[1] * k[3] / 2, heads = to[2] / k[3];
+  const int64_t angles = in[0] * in[1] * head_dim / 2, heads = to[2] / head_dim;
   if (!IsFloat(cos) || !IsFloat(sin) || static_cast<int64_t>(cos.element_count()) != angles ||
       static_cast<int64_t>(sin.element_count()) != angles)
     return wrong("cos " + Shape(cos) + " and sin " + Shape(sin) + " do not fit out " + Shape(*out));
@@ -198,7 +200,7 @@ ffi::Error AttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, 
   op.table = table.typed_data<int32_t>(), op.write = write.typed_data<int32_t>();
   op.first = first.typed_data<int32_t>(), op.last = last.typed_data<int32_t>();
   op.sinks = sink_values;
-  op.batch = in[0], op.width = in[1], op.heads = heads, op.head_dim = k[3], op.kv_heads = k[2];
+  op.batch = in[0], op.width = in[1], op.heads = heads, op.head_dim = head_dim, op.kv_heads = k[2] / head_dim;
   op.pages = k[0], op.page_size = k[1], op.table_width = m[1];
   for (int64_t b = 0; b < op.batch; ++b)
     if (!PagesExist(op, b))

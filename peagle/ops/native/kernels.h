@@ -72,14 +72,14 @@ struct Experts {
   float limit;
 };
 
-// Attention of T rows per sequence over keys and values in pages [P, S, G, H]. Index i of sequence b is slot i mod S of page
+// Attention of T rows per sequence over keys and values in pages [P, S, G H]. Index i of sequence b is slot i mod S of page
 // table[b, (i / S) mod M]. A row sees indices first .. last, those alone, oldest first; a row whose last is below its first
 // gives zeros. N query heads; query head n reads kv head n / (N / G). The caller checks that every page that a row sees or
 // writes is one of the P.
 struct Attention {
   const void* query;  // [B, T, N, H]
-  const void* key;    // [P, S, G, H]
-  const void* value;  // [P, S, G, H]
+  const void* key;    // [P, S, G H]
+  const void* value;  // [P, S, G H]
   bool bfloat16;      // of all three, and of out
   const int32_t *write, *first, *last;  // [B, T]; write: the row's own index, negative if it writes nothing
   const int32_t* table;                 // [B, M]

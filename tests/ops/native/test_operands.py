@@ -20,7 +20,7 @@ from tests.ops.native.test_experts import OF_FORMATS, SIZES, random_block
 pytestmark = pytest.mark.usefixtures("kernels")
 
 B, T, N, G, H = 3, 2, 6, 2, 10  # of attention
-POOL = (4, 8, G, H)  # four pages of eight
+POOL = (4, 8, G * H)  # four pages of eight
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -146,9 +146,9 @@ OF_PRODUCTS = [
     ("positions", "linear: positions", zeros(2, dtype=INT), zeros(3)),
 ]
 OF_ATTENTION = [
-    ("key", "attention: ", zeros(4, 7, G, H), zeros(*POOL, dtype=BFLOAT16)),
-    ("value", "attention: ", zeros(4, 8, 1, H), zeros(*POOL, dtype=HALF), zeros(4, 8, 20)),
-    ("key value", "attention: ", zeros(4, 8, 0, H), zeros(4, 0, G, H)),
+    ("key", "attention: ", zeros(4, 7, G * H), zeros(*POOL, dtype=BFLOAT16)),
+    ("value", "attention: ", zeros(4, 8, H), zeros(*POOL, dtype=HALF), zeros(4, 8, G, H)),
+    ("key value", "attention: ", zeros(4, 8, 0), zeros(4, 0, G * H)),
     ("key value", "attention: ", zeros(*POOL, dtype=INT), zeros(*POOL, dtype=BFLOAT16)),
     ("table", "attention: ", zeros(2, 1, dtype=INT), zeros(B, 0, dtype=INT), zeros(B, dtype=INT), zeros(B, 1)),
     *(
@@ -213,7 +213,7 @@ def test_every_operand_and_attribute_of_experts_is_checked(name: str) -> None:
 @pytest.mark.parametrize(("dim", "qkv", "out"), [(9, 90, 54), (0, 60, 60), (10, 103, 63), (10, 90, 50)])
 def test_widths_that_are_no_heads_are_refused(dim: int, qkv: int, out: int) -> None:
     """Odd heads, heads of no width, parts of heads, and queries that are no multiple of the keys."""
-    replaced = {name: zeros(4, 8, G, dim) for name in ("key", "value")}
+    replaced = {name: zeros(4, 8, G * dim) for name in ("key", "value")}
     replaced |= {name: zeros(B, T, dim // 2) for name in ("cos", "sin")}
     expect_refusal("attention: ", attention(), replaced | {"qkv": zeros(B, T, qkv), "sinks": zeros(0)}, (B, T, out))
 

@@ -174,7 +174,7 @@ def check_shapes(target: Target, shape: MeshShape) -> None:
             assert experts.down_blocks.shape == (shape.ranks, 4 // shape.ep, 96, width // 32, 16)
     cache = jax.jit(lambda: target.init_cache(2, 40, 8))()
     for pages in cache.pages:
-        assert pages.key.addressable_shards[0].data.shape[2:] == (kv_heads, 12)
+        assert pages.key.addressable_shards[0].data.shape[2:] == (kv_heads * 12,)
 
 
 @pytest.mark.parametrize(("shape", "stored", "kernels"), CASES, ids=str)
