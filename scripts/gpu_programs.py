@@ -18,32 +18,24 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 
 from peagle.base.errors import InputError
 from peagle.config import AUTO
-from peagle.engine.host import programs
-from peagle.engine.host.engine import Engine
-from peagle.engine.host.inspection import step_programs
-from peagle.engine.host.pass_plans import chunk_plan
-from peagle.engine.request import Request
-from peagle.engine.step.state import SlotParams
 from peagle.measure.sweep.plan import parse_ks
 from peagle.ops import cuda
 from peagle.ops.cuda import graphs
 from peagle.ops.expert_matmul.cuda import tile
 from peagle.ops.native.build import LAUNCHER
-from scripts.gpu.shape import DRAFTERS, Shape
+from scripts.described import Described, described_programs
+from scripts.gpu.shape import DRAFTERS
 from scripts.runs import expect_least, in_one_line, new_parser
-from target.random import random_params
 
 GRAPH, WAITS = "kCommandBuffer", ("kWhile", "kConditional")  # XLA's names of a graph, a loop and a branch
 SHAPES, CONTEXT = ("20b", "120b"), 1024
@@ -77,30 +69,6 @@ class Program:
         return f"{self.name}: {whole}; {self.operations} operations"
 
 
-class Described(Shape):
-    """A shape whose weights have no values."""
-
-    def __init__(self, name: str, device: Any) -> None:
-        super().__init__(name)
-        self._sharding = jax.sharding.SingleDeviceSharding(device)
-
-    def random_weights(self) -> Any:
-        def make() -> Any:
-            params = random_params(self.config, 0, as_stored=True)
-            layers = [layer.replace(moe=layer.moe.replace(experts=tile(layer.moe.experts))) for layer in params.layers]
-            return params.replace(layers=tuple(layers))
-
-        return self.on_device(make)
-
-    def on_device(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        return self.placed(jax.eval_shape(make, *arguments))
-
-    def placed(self, tree: Any) -> Any:
-        """Place arrays, of which only the shapes are known, on the device."""
-        place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding)  # noqa: E731
-        return jax.tree.map(place, tree)
-
-
 def described_gpu(compiler: Path) -> Any:
     """Make the described GPU, and let the ops run on it. compiler: the folder of JAX's packages for CUDA."""
     if not (compiler / "jax_plugins").is_dir():
@@ -119,21 +87,6 @@ def described_gpu(compiler: Path) -> Any:
     graphs.trial = lambda: (True, "")
     cuda.register_kernels(ctypes.CDLL(str(LAUNCHER)), "CUDA")
     return device
-
-
-def compile_all(shape: Described, engine: Engine) -> None:
-    """Compile the programs of prompts, first tokens and steps."""
-    executor, vocab_size = engine.executor, shape.config.vocab_size
-    state = shape.placed(executor.shapes)
-    count, length = engine.config.pass_shapes[0]
-    plan = chunk_plan((), (), length, np.full((count, sum(engine.memory.table_widths)), -1, np.int32))
-    program, operands = executor.prepared_prefill(state, plan, with_drafter=True)
-    program.lower(*operands).compile()
-    logits, number = shape.placed(jax.ShapeDtypeStruct((1, vocab_size), jnp.bfloat16)), np.zeros((1,), np.int32)
-    params = SlotParams.of(Request((0,), 1), (), vocab_size)
-    programs.first_token_program(False).lower(logits, number, number, params).compile()
-    for sampled in (False, True):
-        step_programs(engine, sampled)
 
 
 def read_programs(dump: Path) -> Iterator[Program]:
@@ -189,10 +142,11 @@ def run(options: argparse.Namespace, names: Sequence[str]) -> int:
         raise InputError(f"-k is {options.k!r}; expected one K, or auto")
     with tempfile.TemporaryDirectory() as dump:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-        shape = Described(options.shape, described_gpu(options.compiler))
+        shape = Described(options.shape, described_gpu(options.compiler), tile)
         pair = shape.pair(shape.random_drafter(DRAFTERS[names.index(options.drafter)], None))
         engine = pair.engine(pair.engine_config(k, slots=options.slots, context=CONTEXT)).one
-        compile_all(shape, engine)
+        for _, compiled_program in described_programs(shape, engine):
+            compiled_program()
         compiled = list(read_programs(Path(dump)))
     if not compiled:
         raise InputError(f"XLA of JAX {jax.__version__} wrote no list of its operations, which this script reads")

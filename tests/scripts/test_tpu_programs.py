@@ -1,0 +1,79 @@
+"""The engine's programs as XLA compiles them for TPUs, and what the script counts in them."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from scripts import tpu_programs
+from scripts.tpu.traffic import Traffic, traffic
+
+PROGRAM = """\
+HloModule jit__steps_0, is_scheduled=true
+
+%fused (p: bf16[1024,1024], i: s32[]) -> bf16[8,1024] {
+  %p = bf16[1024,1024]{1,0} parameter(0)
+  ROOT %g = bf16[8,1024]{1,0} gather(%p, %i)
+}
+
+%condition (c: (s32[])) -> pred[] {
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%c, %four), direction=LT
+}
+
+%body (b: (s32[])) -> (s32[]) {
+  %x = f32[256]{0} parameter(0)
+  %y = f32[256]{0} add(%x, %x)
+}
+
+ENTRY %main (a: bf16[1024,1024]) -> bf16[8,1024] {
+  %a = bf16[1024,1024]{1,0} parameter(0)
+  %near = (bf16[1024,1024]{1,0:S(1)}, bf16[1024,1024]{1,0}, u32[]) copy-start(%a)
+  %there = bf16[1024,1024]{1,0:S(1)} copy-done(%near)
+  %again = bf16[1024,1024]{0,1} copy(%a)
+  %loop = (s32[]) while(%n), condition=%condition, body=%body
+  %sent = (f32[4]{0}, u32[], token[]) send(%x, %token)
+  %kernel = f32[8,128]{1,0:S(1)} custom-call(%a), custom_call_target="tpu_custom_call", cost={"bytes_accessed":"5000"}
+  ROOT %rows = bf16[8,1024]{1,0} fusion(%a, %i), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_what_moves_to_and_from_hbm_is_counted() -> None:
+    """A prefetch once, a copy twice, a loop as often as it turns, a gather by its rows, a kernel as it declares."""
+    matrix, rows = 2 * 1024 * 1024, 2 * 8 * 1024
+    sent = 4 * 4 + 4
+    expected = matrix + 2 * matrix + 4 * 3 * 1024 + sent + 5000 + rows + matrix
+    assert traffic(PROGRAM) == Traffic(expected, matrix, host_transfers=1)
+
+
+def test_bad_options_are_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, says in (
+        (("--shape", "S"), "--shape is 'S'; expected 20b or 120b"),
+        (("--chip", "v6e,v4"), "--chip is 'v6e,v4'; 'v4' is none of v5e, v6e, 7x"),
+        (("--drafter", "MTP"), "--drafter is 'MTP'; 'MTP' is none of P-EAGLE, EAGLE-3, DFlash"),
+        (("-k", "3,x"), "-k is '3,x'; 'x' is none of 0, 1, 2"),
+        (("--slots", "0"), "--slots is '0'; expected numbers of 1 or more"),
+    ):
+        assert tpu_programs.main(options) == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install '.[tpu]'")
+def test_the_programs_of_a_prompt_and_of_steps_compile_within_the_limits() -> None:
+    """One slot of the 20b on a v6e: near the limit in bytes, without copies, temporaries or the host."""
+    command = [sys.executable, "-m", "scripts.tpu_programs", "-k", "0", "--programs", "chunk,first_token,steps_0"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found = {match[1]: line for line in done.stdout.splitlines() if (match := re.search(r"program (\w+)", line))}
+    assert list(found) == ["chunk", "first_token", "steps_0"], done.stderr[-2000:]
+    step = {
+        name: float(value) for name, value in re.findall(r"(times the limit|temporary, MB) ([\d.]+)", found["steps_0"])
+    }
+    assert step["times the limit"] <= 1.06
+    assert step["temporary, MB"] <= 64
+    assert done.returncode == 0
