@@ -87,7 +87,7 @@ def check_attention(rng: np.random.Generator, window: int, num_pages: int, lengt
 
     expected = np.zeros((ROWS, HEADS, HEAD_DIM))
     for row, head in np.ndindex(ROWS, HEADS):
-        at = np.arange(first[row], last[row] + 1)
+        at = np.arange(int(first[row]), int(last[row]) + 1)
         keys, values = (
             pool[table[0, at // PAGE % num_pages], at % PAGE].reshape(len(at), KV_HEADS, -1).astype(np.float64)
             for pool in (key, value)
