@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from peagle.ops import tpu
+from peagle.ops import native, tpu
 from peagle.ops.attention import tpu as attention
 from peagle.ops.expert_matmul import tpu as expert_matmul
 from peagle.ops.kernels import describe_kernels, for_weights
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.compile
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "interpreted", True)
-    tpu.status.cache_clear()
+    monkeypatch.setattr(tpu, "status", tpu.status.__wrapped__)  # without its cache
+    monkeypatch.setattr(native, "status", lambda: (None, "XLA: the native kernels are for CPUs"))
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
 
