@@ -146,8 +146,8 @@ def pack(
         assert UNMAPPED not in numbers, "pages that a later request sees"
         for part, pages in zip(("key", "value"), executor.read_pages(layer.number, numbers), strict=True):
             rows = pages.reshape(-1, pages.shape[2])[layer.first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
-            once = rows.reshape(len(rows), -1, layer.part)[:, :: layer.copies]
-            tensors[f"{layer.name}.{part}"][...] = once.reshape(len(rows), -1)
+            once = rows.reshape(len(rows), rows.shape[1] // layer.part, layer.part)[:, :: layer.copies]
+            tensors[f"{layer.name}.{part}"][...] = once.reshape(len(rows), *layer.row)
     return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), with_drafter, tensors)
 
 
@@ -283,7 +283,7 @@ def put(executor: Executor, memory: KVMemory, table: PageTable, hand_off: HandOf
             rows = hand_off.tensors[f"{layer.name}.{part}"]
             whole = np.zeros((len(numbers) * PAGE_SIZE, *layer.row), layer.dtype)
             whole[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE] = rows[len(rows) - (length - first) :]
-            parts = whole.reshape(len(whole), -1, layer.part)
+            parts = whole.reshape(len(whole), layer.row[0] // layer.part, layer.part)
             copied = parts if layer.copies == 1 else np.repeat(parts, layer.copies, axis=1)
-            pages.append(copied.reshape(len(numbers), PAGE_SIZE, -1))
+            pages.append(copied.reshape(len(numbers), PAGE_SIZE, layer.row[0] * layer.copies))
         executor.write_pages(layer.number, numbers, *pages)
