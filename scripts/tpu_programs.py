@@ -43,10 +43,11 @@ CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}  # libtpu's na
 SHAPES, CONTEXT = ("20b", "120b"), 4096
 MOST_COPIED = 4 << 20  # bytes: more is a pool or the embedding
 NAMES = {kind.name.split(",")[0]: kind for kind in DRAFTERS}
-FIGURES = (
-    *("chip", "slots", "drafter", "k", "program", "hbm_bytes", "limit_bytes", "times_the_limit", "at_bandwidth_ms"),
-    *("temporary_bytes", "largest_copy_bytes", "host_transfers", "memory_frac"),
+MEASURED = (
+    *("hbm_bytes", "limit_bytes", "times_the_limit", "at_bandwidth_ms", "temporary_bytes", "largest_copy_bytes"),
+    *("host_transfers", "memory_frac"),
 )
+FIGURES = ("chip", "slots", "drafter", "k", "program", *MEASURED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +99,17 @@ def rows(case: Json, shape_name: str, wanted: Sequence[str]) -> Iterator[Json]:
         limit_of = limits(shape, engine, model)
         for name, compiled in described_programs(shape, engine):
             if not wanted or name in wanted:
-                yield case | {"program": name} | measured(compiled(), chip, limit_of(name))
+                yield case | {"program": name} | measured(compiled, chip, limit_of(name))
 
 
-def measured(program: jax.stages.Compiled, chip: Chip, limit: int | None) -> Json:
+def measured(compiled: Callable[[], jax.stages.Compiled], chip: Chip, limit: int | None) -> Json:
+    """Return the figures of a program; of one that does not fit the chip's memory, only its limit."""
+    try:
+        program = compiled()
+    except jax.errors.JaxRuntimeError as error:
+        if "Ran out of memory on HBM" not in str(error):
+            raise
+        return dict.fromkeys(MEASURED) | {"limit_bytes": limit}
     text, memory = program.as_text(), program.memory_analysis()
     assert text is not None
     moved = traffic(text)
@@ -147,7 +155,8 @@ def page(record: Json) -> list[reports.Block]:
     lines = [
         *title("What the engine's programs move on TPUs", record, f"{about}: libtpu compiled for a described chip"),
         "HBM: counted in the compiled program, kernels as they declare it. Limit: each weight and key that it needs, "
-        "once. At bandwidth: an estimate, the bytes over the chip's bandwidth. Memory: of one device's.",
+        "once. At bandwidth: an estimate, the bytes over the chip's bandwidth. Memory: of one device's; none: it does not "
+        "fit.",
     ]
     return [*lines, table(record["rows"], *FIGURES)]
 
@@ -186,13 +195,19 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
         case = {"chip": chip, "slots": count, "drafter": drafter, "k": k}
         for row in rows(case, options.shape, wanted):
             found.append(row)
-            print(", ".join(f"{header(name)} {text_of(row, name)}" for name in FIGURES if row[name] != ""), flush=True)
+            print(
+                ", ".join(f"{header(name)} {text_of(row, name)}" for name in FIGURES if row[name] not in ("", None)),
+                flush=True,
+            )
             if out is not None:
                 out.extend([row])
     if out is not None:
         out.write(page, show=False, rows=found)
     fits = all(
-        row["memory_frac"] < 1 and not row["host_transfers"] and row["largest_copy_bytes"] < MOST_COPIED
+        row["memory_frac"]
+        and row["memory_frac"] < 1
+        and not row["host_transfers"]
+        and row["largest_copy_bytes"] < MOST_COPIED
         for row in found
     )
     return 0 if fits else 1
