@@ -155,8 +155,8 @@ def page(record: Json) -> list[reports.Block]:
     lines = [
         *title("What the engine's programs move on TPUs", record, f"{about}: libtpu compiled for a described chip"),
         "HBM: counted in the compiled program, kernels as they declare it. Limit: each weight and key that it needs, "
-        "once. At bandwidth: an estimate, the bytes over the chip's bandwidth. Memory: of one device's; none: it does not "
-        "fit.",
+        "once. At bandwidth: an estimate, the bytes over the chip's bandwidth. Memory: of one device's. A program "
+        "without figures does not fit.",
     ]
     return [*lines, table(record["rows"], *FIGURES)]
 
@@ -195,22 +195,15 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
         case = {"chip": chip, "slots": count, "drafter": drafter, "k": k}
         for row in rows(case, options.shape, wanted):
             found.append(row)
-            print(
-                ", ".join(f"{header(name)} {text_of(row, name)}" for name in FIGURES if row[name] not in ("", None)),
-                flush=True,
-            )
+            known = [name for name in FIGURES if row[name] not in ("", None)]
+            print(", ".join(f"{header(name)} {text_of(row, name)}" for name in known), flush=True)
             if out is not None:
                 out.extend([row])
     if out is not None:
         out.write(page, show=False, rows=found)
-    fits = all(
-        row["memory_frac"]
-        and row["memory_frac"] < 1
-        and not row["host_transfers"]
-        and row["largest_copy_bytes"] < MOST_COPIED
-        for row in found
-    )
-    return 0 if fits else 1
+    fits = all(0 < (row["memory_frac"] or 0) < 1 for row in found)
+    moves_little = all(not row["host_transfers"] and (row["largest_copy_bytes"] or 0) < MOST_COPIED for row in found)
+    return 0 if fits and moves_little else 1
 
 
 def of_list(option: str, typed: str, names: Iterable[str]) -> list[str]:
