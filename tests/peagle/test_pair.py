@@ -458,7 +458,7 @@ def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
     assert outputs["native"] == outputs["xla"]
     for module in ("defaults", "load"):
         monkeypatch.setattr(f"peagle.loading.{module}.describe_kernels", lambda: "XLA: no compiler was found")
-    monkeypatch.setattr("peagle.loading.defaults.native_available", lambda: False)
+    monkeypatch.setattr("peagle.loading.defaults.for_weights", lambda: None)
     with pytest.raises(InputError, match="no compiler was found"):
         load(directories.target, None, kernels="native")
     assert load(directories.target, None).loaded.kernels == "XLA: no compiler was found"

@@ -84,9 +84,11 @@ def test_ctrl_c_keeps_the_answers(
         press_ctrl_c_at(patch, peagle.serve.batch, "_write", 2)
         assert evaluate(out, 0.0, "-k", "3") == 130
     assert "of 6 lines are done; the same command resumes" in capfd.readouterr().err
-    kept = (out / ANSWERS).read_bytes()
+    # a line that the interruption ended with an error is asked again
+    kept = [line for line in (out / ANSWERS).read_text().splitlines() if "server_error" not in line]
+    assert kept
     assert evaluate(out, 0.0, "-k", "3") == 0
-    assert (out / ANSWERS).read_bytes().startswith(kept)
+    assert set(kept) <= {*(out / ANSWERS).read_text().splitlines()}
     assert len(contents(out)) == 6
 
 
