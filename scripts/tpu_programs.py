@@ -89,8 +89,8 @@ def described(name: str) -> Iterator[Chip]:
         yield Chip(device, facts.hbm_capacity_bytes, facts.mem_bw_bytes_per_second)
 
 
-def rows(case: Json, shape_name: str, wanted: Sequence[str]) -> Iterator[Json]:
-    """Compile the wanted programs of a case, by default all, and yield a row for each."""
+def rows(case: Json, shape_name: str, names: Sequence[str]) -> Iterator[Json]:
+    """Compile the programs of a case with these names, by default all, and yield a row for each."""
     with described(case["chip"]) as chip:
         shape = OnTpu(shape_name, chip.device)
         model = shape.random_drafter(NAMES[case["drafter"]], None) if case["drafter"] else None
@@ -98,7 +98,7 @@ def rows(case: Json, shape_name: str, wanted: Sequence[str]) -> Iterator[Json]:
         engine = pair.engine(pair.engine_config(case["k"], slots=case["slots"], context=CONTEXT)).one
         limit_of = limits(shape, engine, model)
         for name, compiled in described_programs(shape, engine):
-            if not wanted or name in wanted:
+            if not names or name in names:
                 yield case | {"program": name} | measured(compiled, chip, limit_of(name))
 
 
@@ -186,32 +186,32 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     if importlib.util.find_spec("libtpu") is None:
         raise InputError("libtpu is not installed; expected it beside JAX: pip install '.[tpu]'")
     out = None if options.out is None else Run(options.out, typed, {"shape": options.shape}, "scripts.tpu_programs")
-    found: list[Json] = []
-    wanted = options.programs.split(",") if options.programs else ()
+    lines: list[Json] = []
+    names = options.programs.split(",") if options.programs else ()
     cases: dict[tuple[Any, ...], None] = {}
     for chip, count, drafter, k in itertools.product(chips, slots, drafters, ks):
         cases[chip, count, drafter if k else "", k] = None
     for chip, count, drafter, k in cases:
         case = {"chip": chip, "slots": count, "drafter": drafter, "k": k}
-        for row in rows(case, options.shape, wanted):
-            found.append(row)
+        for row in rows(case, options.shape, names):
+            lines.append(row)
             known = [name for name in FIGURES if row[name] not in ("", None)]
             print(", ".join(f"{header(name)} {text_of(row, name)}" for name in known), flush=True)
             if out is not None:
                 out.extend([row])
     if out is not None:
-        out.write(page, show=False, rows=found)
-    fits = all(0 < (row["memory_frac"] or 0) < 1 for row in found)
-    moves_little = all(not row["host_transfers"] and (row["largest_copy_bytes"] or 0) < MOST_COPIED for row in found)
+        out.write(page, show=False, rows=lines)
+    fits = all(0 < (row["memory_frac"] or 0) < 1 for row in lines)
+    moves_little = all(not row["host_transfers"] and (row["largest_copy_bytes"] or 0) < MOST_COPIED for row in lines)
     return 0 if fits and moves_little else 1
 
 
 def of_list(option: str, typed: str, names: Iterable[str]) -> list[str]:
     """Parse names with commas between."""
-    known, given = list(names), typed.split(",")
-    if wrong := [name for name in given if name not in known]:
+    known, parts = list(names), typed.split(",")
+    if wrong := [name for name in parts if name not in known]:
         raise InputError(f"{option} is {typed!r}; {wrong[0]!r} is none of {', '.join(known)}")
-    return given
+    return parts
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def _bare(number: str) -> str:
 
 
 def threshold(reference: float, num_questions: int) -> float:
-    """Return the least accuracy, in percent, that a one-sided test tells not from the reference."""
+    """Return the least accuracy, in percent, that a one-sided test cannot tell from the reference."""
     return reference + NormalDist().inv_cdf(ALPHA) * _scale(num_questions)
 
 

@@ -3,7 +3,7 @@
 XLA's own count (`cost_analysis`) adds what moves within VMEM: a weight that is prefetched counts three times. Here only
 operands and results in HBM count. A loop counts as often as it turns if its limit is a constant, else once. All
 branches count. What touches a part of an operand (a slice, a gather, an update in place) counts as large as the part.
-Kernels count as their own estimates. The text is documented nowhere: trust the sums to a few per cent.
+Kernels count as their own estimates. The text is documented nowhere: the sums hold to a few per cent.
 """
 
 import dataclasses
@@ -12,16 +12,9 @@ import re
 from collections.abc import Iterator
 
 SIZES = {
-    "pred": 1,
-    "u8": 1,
-    "s8": 1,
-    "f8e5m2": 1,
-    "bf16": 2,
-    "u16": 2,
-    "f16": 2,
-    "f32": 4,
-    "u32": 4,
-    "s32": 4,
+    **dict.fromkeys(("pred", "u8", "s8", "f8e5m2"), 1),
+    **dict.fromkeys(("bf16", "u16", "f16"), 2),
+    **dict.fromkeys(("f32", "u32", "s32"), 4),
     "s64": 8,
 }
 SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
@@ -63,22 +56,22 @@ def traffic(text: str) -> Traffic:
 
 def _buffers(text: str) -> list[Buffer]:
     """Find the buffers of a result; S(1) is VMEM, S(2) is scalar memory."""
-    found = []
+    buffers = []
     for kind, dims, layout in SHAPE.findall(text):
         if kind in SIZES:
             size = SIZES[kind] * math.prod(int(dim) for dim in dims.split(",") if dim)
-            found.append(Buffer(size, "S(1)" not in layout and "S(2)" not in layout))
-    return found
+            buffers.append(Buffer(size, "S(1)" not in layout and "S(2)" not in layout))
+    return buffers
 
 
 def _visit(name: str, bodies: dict[str, str], times: int) -> Iterator[tuple[int, bool]]:
     """Yield (bytes, whether it copies within HBM) of each instruction of a computation."""
-    made: dict[str, list[Buffer]] = {}
+    results: dict[str, list[Buffer]] = {}
     for line in bodies[name].splitlines():
         if (match := INSTRUCTION.match(line)) is None:
             continue
         result, shapes, op, rest = match.groups()
-        made[result] = _buffers(shapes)
+        results[result] = _buffers(shapes)
         if op == "while":
             body, condition = (re.search(rf"{part}=(%[\w.<>-]+)", line) for part in ("body", "condition"))
             assert body is not None
@@ -91,9 +84,9 @@ def _visit(name: str, bodies: dict[str, str], times: int) -> Iterator[tuple[int,
                 yield from _visit(branch, bodies, times)
         if op in MOVES_NOTHING or "ConcatBitcast" in line:
             continue
-        read = [buffer for operand in NAMES.findall(rest.split("), ")[0]) for buffer in made.get(operand, [])[:1]]
-        size = _moved(line, op, made[result], read, bodies)
-        is_copy = op == "copy" and all(buffer.in_hbm for buffer in (*read, *made[result]))
+        read = [buffer for operand in NAMES.findall(rest.split("), ")[0]) for buffer in results.get(operand, [])[:1]]
+        size = _moved(line, op, results[result], read, bodies)
+        is_copy = op == "copy" and all(buffer.in_hbm for buffer in (*read, *results[result]))
         yield size * times, is_copy
 
 

@@ -69,10 +69,10 @@ def test_the_programs_of_a_prompt_and_of_steps_compile_within_the_limits() -> No
     command = [sys.executable, "-m", "scripts.tpu_programs", "-k", "0", "--programs", "chunk,first_token,steps_0"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    found = {match[1]: line for line in done.stdout.splitlines() if (match := re.search(r"program (\w+)", line))}
-    assert list(found) == ["chunk", "first_token", "steps_0"], done.stderr[-2000:]
+    lines = {match[1]: line for line in done.stdout.splitlines() if (match := re.search(r"program (\w+)", line))}
+    assert list(lines) == ["chunk", "first_token", "steps_0"], done.stderr[-2000:]
     step = {
-        name: float(value) for name, value in re.findall(r"(times the limit|temporary, MB) ([\d.]+)", found["steps_0"])
+        name: float(value) for name, value in re.findall(r"(times the limit|temporary, MB) ([\d.]+)", lines["steps_0"])
     }
     assert step["times the limit"] <= 1.06
     assert step["temporary, MB"] <= 64

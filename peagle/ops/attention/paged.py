@@ -13,7 +13,7 @@ than its sequence, its pages repeat (index modulo): a window needs only a few pa
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import flax.struct
 import jax
@@ -226,7 +226,7 @@ def paged_attention(
         return _on_native(*operands)
     on_xla = functools.partial(_on_xla, num_heads=num_heads)
     if implementation == "tpu" and tpu.supports(qkv, pages.key, 2 * cos.shape[2]):
-        return _on_tpu(*operands, num_heads=num_heads)
+        return on_xla(*operands, attend=_attend_on_tpu)
     if implementation in ("xla", "tpu"):
         return on_xla(*operands)
     if _cuda_supports(qkv, pages.key, 2 * cos.shape[2]):
@@ -335,6 +335,10 @@ def _from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, dtype) if dtype == jnp.bfloat16 else bits
 
 
+# attends, by rows that are written, in these pages
+Attend: TypeAlias = Callable[[jax.Array, Pages, PagedRows, jax.Array | None], jax.Array]
+
+
 def _on_xla(
     qkv: jax.Array,
     cos: jax.Array,
@@ -344,15 +348,24 @@ def _on_xla(
     sinks: jax.Array | None,
     *,
     num_heads: int,
+    attend: Attend | None = None,
 ) -> tuple[jax.Array, Pages]:
-    query, key, value = split_heads(qkv, num_heads, _kv_heads(pages, cos), cos, sin)
+    """Rotate and write, then attend; by default in blocks of rows."""
+    query, key, value = split_heads(qkv, num_heads, pages.key.shape[2] // (2 * cos.shape[2]), cos, sin)
     pages = write_pages(pages, key, value, rows.table, rows.write)
+    out = (attend or _attend_in_blocks)(query, pages, rows, sinks)
+    return out.reshape(*qkv.shape[:2], -1), pages
 
+
+def _attend_in_blocks(query: jax.Array, pages: Pages, rows: PagedRows, sinks: jax.Array | None) -> jax.Array:
     def attend(query: jax.Array, _: None, last: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
         return _attend_in_pages(query, pages, rows.of_block(last, first, last), sinks), None
 
-    out, _ = in_row_blocks(attend, query.shape[1] // QUERY_ROWS, query, None, rows.last, rows.first)
-    return out.reshape(*qkv.shape[:2], -1), pages
+    return in_row_blocks(attend, query.shape[1] // QUERY_ROWS, query, None, rows.last, rows.first)[0]
+
+
+def _attend_on_tpu(query: jax.Array, pages: Pages, rows: PagedRows, sinks: jax.Array | None) -> jax.Array:
+    return tpu.attend(query, pages.key, pages.value, rows.table, rows.first, rows.last, sinks)
 
 
 def _attend_in_pages(
@@ -377,26 +390,6 @@ def _attend_in_pages(
     begin = jnp.min(jnp.where(sees, rows.first, jnp.iinfo(jnp.int32).max)) // (count * size)
     end = jnp.max(jnp.where(sees, rows.last, -1)) // (count * size) + 1
     return online_attention(query, groups, load, begin, end, sinks)
-
-
-def _kv_heads(pages: Pages, cos: jax.Array) -> int:
-    return pages.key.shape[2] // (2 * cos.shape[2])
-
-
-def _on_tpu(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    pages: Pages,
-    rows: PagedRows,
-    sinks: jax.Array | None,
-    *,
-    num_heads: int,
-) -> tuple[jax.Array, Pages]:
-    query, key, value = split_heads(qkv, num_heads, _kv_heads(pages, cos), cos, sin)
-    pages = write_pages(pages, key, value, rows.table, rows.write)
-    out = tpu.attend(query, pages.key, pages.value, rows.table, rows.first, rows.last, sinks)
-    return out.reshape(*qkv.shape[:2], -1), pages
 
 
 def _on_native(

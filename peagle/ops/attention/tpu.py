@@ -133,7 +133,7 @@ def _kernel(
     def _fold() -> None:
         index = (begin[at] + step) * span + jax.lax.broadcasted_iota(jnp.int32, (rows, span), 1)
         visible = (index >= first[0, 0]) & (index <= last[0, 0])
-        seen = jnp.swapaxes(jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True), 0, 1) > 0
+        by_any = jnp.swapaxes(jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True), 0, 1) > 0
         for part in range(parts):
             own = slice(part * lanes, (part + 1) * lanes)
             key, value = (jnp.concatenate([page[0, :, own] for page in pages], axis=0) for pages in (keys, values))
@@ -143,7 +143,7 @@ def _kernel(
             higher = jnp.maximum(peak[part], jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.where(visible, jnp.exp(scores - higher), 0.0)
             shrink = jnp.exp(peak[part] - higher)
-            value = jnp.where(seen, value, jnp.zeros((), value.dtype))  # 0 * NaN is NaN
+            value = jnp.where(by_any, value, jnp.zeros((), value.dtype))  # 0 * NaN is NaN
             added = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
             total[part] = total[part] * shrink + jnp.sum(weights, axis=1, keepdims=True)
             sums[part] = sums[part] * shrink + added

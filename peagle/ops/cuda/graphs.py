@@ -17,9 +17,9 @@ from peagle.ops import cuda
 from peagle.ops.cuda import calls
 from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.cuda.pack import pack
-from peagle.ops.cuda.self_test import random_halves
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.norm import Norm
+from peagle.ops.self_tests import random_halves
 
 COMMANDS = "xla_gpu_enable_command_buffer"
 OPTIONS: dict[str, str | int] = {

@@ -13,6 +13,7 @@ from peagle.ops.cuda.pack import pack
 from peagle.ops.draw import KEYS
 from peagle.ops.mxfp4 import BLOCK, dequantize
 from peagle.ops.norm import Norm, rms_norm
+from peagle.ops.self_tests import expect_near, random_halves
 
 EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
 SMALL, LARGE = 121, 128  # the first of four scales; scales above 128 take another code path
@@ -30,7 +31,6 @@ ATTENDED = (
     *((1, 0, 10, 0, 400), (7, 2, 5, 20, 290), (3, 1, 2, 24, 1022), (1, 0, 162, 0, 10_300)),
     *((20, 3, 5, 24, 250), (40, 0, 10, 0, 400)),
 )
-FAR = 0.02  # relative to the largest output: above bfloat16 rounding, below the error of a wrong kernel
 # rows of `expert_block`: one case per kernel (by an expert's most rows), and both ways of routing
 TILED_ROWS, TILED_EXPERTS = (1, 13, 40, 64, 100, 300), 8
 
@@ -164,14 +164,8 @@ def check_attention(width: int, padding: int, num_pages: int, window: int, lengt
     _expect_near(new_values[written], all_values[-active:], f"the values of {what}")
 
 
-def random_halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
-
-
 def _expect_near(output: np.ndarray, expected: np.ndarray, what: str) -> None:
-    far = np.abs(output - expected).max() / np.abs(expected).max()
-    if not far < FAR:
-        raise CudaError(f"the GPU kernels fail their check: {what}: off by {far:.2g}; expected {FAR} at most")
+    expect_near(output, expected, f"the GPU kernels fail their check: {what}", CudaError)
 
 
 def _chosen(codes: tuple[np.ndarray, np.ndarray], ids: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -17,12 +17,12 @@ from peagle.ops.expert_matmul.routing import Choices
 from peagle.ops.expert_matmul.weights import PackedExperts
 from peagle.ops.linear import linear
 from peagle.ops.mxfp4 import BLOCK, dequantize
+from peagle.ops.self_tests import expect_near, random_halves
 
 EXPERTS, TOP_K, WIDTH, EXPERT_WIDTH, LIMIT = 4, 2, 192, 96, 7.0
 HALF = 0x11  # two codes of 0.5, which are denormal as e5m2
 ROWS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 4, 2, 64, 64
 ATTENDED = ((0, 7, 400), (20, 3, 300))  # (window or 0, pages of the table, tokens before)
-FAR = 0.02  # relative to the largest output: above bfloat16 rounding, below the error of a wrong kernel
 
 
 class WrongKernel(Exception):
@@ -35,9 +35,9 @@ def check() -> None:
     check_experts(rng, "codes of 0.5", few=True, codes=HALF)
     check_experts(rng, "experts of few rows", few=True)
     check_experts(rng, "experts of many rows", few=False)
-    weight = jnp.asarray(_halves(rng, WIDTH, 256))
+    weight = jnp.asarray(random_halves(rng, WIDTH, 256))
     product = jax.jit(functools.partial(linear, weight=weight, implementation="tpu"))
-    _expect_same_bits(product, _halves(rng, ROWS, WIDTH), "products")
+    _expect_same_bits(product, random_halves(rng, ROWS, WIDTH), "products")
     for case in ATTENDED:
         check_attention(rng, *case)
 
@@ -51,10 +51,10 @@ def check_experts(rng: np.random.Generator, what: str, *, few: bool, codes: int 
         return blocks, rng.integers(121, 125, blocks.shape[:-1], np.uint8)
 
     gate_up, down = matrix(2 * EXPERT_WIDTH, WIDTH), matrix(WIDTH, EXPERT_WIDTH)
-    biases = _halves(rng, EXPERTS, 2 * EXPERT_WIDTH), _halves(rng, EXPERTS, WIDTH)
+    biases = random_halves(rng, EXPERTS, 2 * EXPERT_WIDTH), random_halves(rng, EXPERTS, WIDTH)
     packed = PackedExperts(*map(jnp.asarray, (*gate_up, biases[0], *down, biases[1])))
     laid, num_rows = expert_matmul.lay_out(packed), ROWS if few else 3 * ROWS
-    x, ids = _halves(rng, num_rows, WIDTH), np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(num_rows)])
+    x, ids = random_halves(rng, num_rows, WIDTH), np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(num_rows)])
     ids, weights = ids.astype(np.int32), rng.random(ids.shape, np.float32)
     run = jax.jit(functools.partial(expert_matmul.routed, experts=laid, limit=LIMIT))
 
@@ -76,11 +76,11 @@ def check_experts(rng: np.random.Generator, what: str, *, few: bool, codes: int 
 
 def check_attention(rng: np.random.Generator, window: int, num_pages: int, length: int) -> None:
     """Attend by the tokens after `length` others, in a table of shuffled pages that may repeat."""
-    query = _halves(rng, 1, ROWS, HEADS, HEAD_DIM)
-    key, value = _halves(rng, 2, num_pages, PAGE, KV_HEADS * HEAD_DIM)
+    query = random_halves(rng, 1, ROWS, HEADS, HEAD_DIM)
+    key, value = random_halves(rng, 2, num_pages, PAGE, KV_HEADS * HEAD_DIM)
     table, last = rng.permutation(num_pages).astype(np.int32)[None], length + np.arange(ROWS, dtype=np.int32)
     first = np.maximum(last - window + 1, 0) if window else np.zeros_like(last)
-    sinks, run = _halves(rng, HEADS), jax.jit(attention.attend)
+    sinks, run = random_halves(rng, HEADS), jax.jit(attention.attend)
 
     def of_rows(rows: np.ndarray) -> jax.Array:
         return run(query[:, rows], key, value, table, first[None, rows], last[None, rows], sinks)[0]
@@ -100,14 +100,8 @@ def check_attention(rng: np.random.Generator, window: int, num_pages: int, lengt
     _expect_same_bits(of_rows, np.arange(ROWS), what)
 
 
-def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
-
-
 def _expect_near(output: np.ndarray, expected: np.ndarray, what: str) -> None:
-    far = np.abs(output - expected).max() / np.abs(expected).max()
-    if not far < FAR:
-        raise WrongKernel(f"the TPU kernels fail their check: {what}: off by {far:.2g}; expected {FAR} at most")
+    expect_near(output, expected, f"the TPU kernels fail their check: {what}", WrongKernel)
 
 
 def _expect_same_bits(run: Callable[[np.ndarray], jax.Array], rows: np.ndarray, what: str) -> None:

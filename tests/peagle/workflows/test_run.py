@@ -120,8 +120,8 @@ def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_
 
 
 def test_an_answer_that_the_context_ends_is_told_in_the_words_of_the_engine(toy: Pair) -> None:
-    asked = RequestOptions(max_new_tokens=300, ignore_eos=True)
-    done = run(toy, [from_ids([50])], RunConfig(answer=asked, engine=EngineConfig(K, context=16), baseline=False))
+    answer = RequestOptions(max_new_tokens=300, ignore_eos=True)
+    done = run(toy, [from_ids([50])], RunConfig(answer=answer, engine=EngineConfig(K, context=16), baseline=False))
     (line,) = done.cut_short
     assert "1 tokens and at most 300 new ones; expected a sum of at most 16, the context" in line
 
