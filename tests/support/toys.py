@@ -253,11 +253,19 @@ def taken(handles: Iterable[Handle]) -> list[tuple[Handle, TokenChunk]]:
     return [(handle, handle.inbox.popleft()) for handle in handles for _ in range(len(handle.inbox))]
 
 
-def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[StepRecord]]]:
-    """(tokens, step records) of each request."""
-    tokens: list[list[int]] = [[] for _ in requests]
-    records: list[list[StepRecord]] = [[] for _ in requests]
-    for number, chunk in engine.generate(requests):
-        tokens[number] += chunk.token_ids
-        records[number] += chunk.steps
-    return tokens, records
+def decode(
+    engine: Engine, requests: Sequence[Request], joining: bool = False
+) -> tuple[list[list[int]], list[list[StepRecord]]]:
+    """(tokens, step records) of each request. joining: each begins when the one before it has its first token."""
+    handles: list[Handle] = []
+    for request in requests:
+        handles.append(engine.add(request))
+        while joining and not handles[-1].output_ids:
+            engine.step()
+    tokens: dict[Handle, list[int]] = {handle: [] for handle in handles}
+    records: dict[Handle, list[StepRecord]] = {handle: [] for handle in handles}
+    for handle, chunk in engine.run(handles):
+        tokens[handle] += chunk.token_ids
+        records[handle] += chunk.steps
+    engine.settle()
+    return list(tokens.values()), list(records.values())

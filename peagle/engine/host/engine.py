@@ -214,12 +214,14 @@ class Engine(EngineBase):
     def _may_ever_draft(self, handle: Handle) -> bool:
         """Whether a request that begins now may draft at all.
 
-        Not if its own K is 0, or if more requests wait than there are slots and drafting gains nothing with all slots
-        active. A prefill engine does not know the load of the decode engine, so it leaves the choice to it.
+        Not if its own K is 0, or if drafting gains nothing with as many slots active as now run and wait: a slot whose
+        first `INPUT_ROOM` tokens come from plain steps never drafts anyway. A prefill engine does not know the load of
+        the decode engine, so it leaves the choice to it.
         """
-        num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
-        crowded = num_waiting > self.config.slots and not self._can_gain(self.config.slots)
-        return handle.request.num_speculative_tokens != 0 and (not crowded or self.config.prefill_only)
+        if handle.request.num_speculative_tokens == 0:
+            return False
+        load = self._scheduler.num_running + self._scheduler.num_waiting + self.num_queued
+        return self.config.prefill_only or self._can_gain(min(load, self.config.slots))
 
     def _send_chunk(self, action: Chunk[Handle]) -> None:
         """Compute pieces of prompts in one pass, and admit the completed ones to their slots."""

@@ -111,6 +111,11 @@ class Scheduler(Generic[Key]):
         return len(self.decoding)
 
     @property
+    def num_running(self) -> int:
+        """Of the requests that have a slot, with the prefilling ones."""
+        return self.slots - self._by_slot.count(None)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

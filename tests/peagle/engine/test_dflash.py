@@ -65,7 +65,7 @@ def test_drawn_drafts_are_those_of_a_request_alone(pair: Models) -> None:
 def test_adaptive_steps_change_no_token(pair: Models, plain: list[list[int]]) -> None:
     """Blocks of other sizes, plain steps between them, and rows that catch up."""
     engine = drafting_at(engine_of(pair, 5, 4, adaptive=True, steps_per_dispatch=2), {1: True, 3: False})
-    tokens, records = decode(engine, requests_of())
+    tokens, records = decode(engine, requests_of(), joining=True)
     assert tokens == plain
     assert len({len(record.draft_token_ids) for steps in records for record in steps}) > 1
     check_whole(engine)

@@ -157,7 +157,7 @@ def test_the_loop_that_overlaps_emits_what_the_plain_one_does() -> None:
     requests = [request_of(prompt, sampling, 40) for prompt in range(6) for sampling in range(len(SAMPLINGS) + 1)]
     for step, overlaps in ((Engine.step, True), (Engine.step_in_turn, False)):
         engine = Engine(pair.target, pair.drafter, little(pair.target, pair.drafter, together=5))
-        drafting_at(engine, {1: True, 3: False})  # with three active slots nothing is drafted
+        drafting_at(engine, {1: True})
         got: dict[Handle, list[int]] = {handle: [] for handle in engine.add_all(requests)}
         drafted, in_flight = collections.Counter[bool](), 0
         while engine.busy:
@@ -183,8 +183,7 @@ def interleave(
     """
     count, happened = len(targets), collections.Counter[str]()
     config = little(targets[0], proposer, together)
-    # with three active slots nothing is drafted
-    engines = [drafting_at(EvenlyPaced(target, proposer, config), {1: True, 3: False}) for target in targets]
+    engines = [drafting_at(EvenlyPaced(target, proposer, config), {1: True}) for target in targets]
     engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))
 
     for one in engines:
@@ -218,6 +217,12 @@ def interleave(
             handle = engine.add(request_of(prompt, sampling, budget, stops))
             self.expected[handle], self.got[handle], self.drafted[handle] = whole, [], []
             happened["sampled"] += sampling > 0
+
+        @rule(most=st.integers(1, 3))
+        def draft_at(self, most: int) -> None:
+            """Let drafting gain with at most so many slots active, from now on."""
+            for one in engines:
+                drafting_at(one, {1: True, most + 1: False})
 
         @precondition(lambda self: any(handle.finished is None for handle in self.expected))
         @rule(random=st.randoms(use_true_random=False))

@@ -71,7 +71,7 @@ def test_pages_of_a_window_draft_what_all_pages_draft_behind_plain_steps() -> No
     shape = ResolvedConfig(K, slots=2, context=256, prefill_chunk=16, adaptive=True)
     drafters = (dataclasses.replace(pair.drafter, retain_full_kv=retains) for retains in (False, True))
     engines = (Engine(pair.target, drafter, shape) for drafter in drafters)
-    ringed, whole = (decode(drafting_at(engine, {1: True, 2: False}), requests) for engine in engines)
+    ringed, whole = (decode(drafting_at(engine, {1: True, 2: False}), requests, joining=True) for engine in engines)
     assert ringed == whole
     drafted = [bool(step.draft_token_ids) for step in ringed[1][0]]
     assert True in drafted[drafted.index(False) :]  # it went on after the other row had ended
