@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-GOOD_CHANCE = 0.85  # the best chance to expect of a draft: if drafting would gain nothing even then, steps are plain
+GOOD_CHANCE = 0.9  # the best chance to expect of a draft: if drafting would gain nothing even then, steps are plain
 MOST_CATCH_UP_FRAC = 0.05  # largest share of the time for a drafter that only reads tokens
 
 _Times: TypeAlias = Mapping[int, tuple[tuple[int, float], ...]]
@@ -86,18 +86,21 @@ class CostTable:
 
         return StepCosts(times(self.verify, size * (num_drafts + 1)), times(self.draft, size * num_drafts))
 
-    def can_gain(self, num_active: int, num_drafts: int) -> bool:
+    def can_gain(self, num_active: int, num_drafts: int, by_drafter: bool = False) -> bool:
         """Whether drafting can gain at this many active slots: an upper bound.
 
-        It takes the drafter as free, and each draft as right with GOOD_CHANCE. False means: do not try.
+        It takes each draft as right with GOOD_CHANCE, and as free unless by_drafter. False means: do not try.
         """
 
         def compute() -> bool:
             more = np.arange(1, num_drafts + 1)
-            times = np.asarray(self.at(num_active, num_active, num_drafts).verify)[num_active * (1 + more)]
+            costs = self.at(num_active, num_active, num_drafts)
+            times = np.asarray(costs.verify)[num_active * (1 + more)]
+            if by_drafter:
+                times = times + np.asarray(costs.draft)[num_active * more]
             return bool(np.any(1 + np.cumsum(GOOD_CHANCE**more) > times))
 
-        can_gain: bool = self._cached((num_active, num_drafts), compute)
+        can_gain: bool = self._cached((num_active, num_drafts, by_drafter), compute)
         return can_gain
 
     def _cached(self, key: tuple[int, ...], make: Callable[[], Any]) -> Any:

@@ -80,7 +80,8 @@ class Engine(EngineBase):
         self.target, self.drafter = target, drafter if config.num_drafts else None
         self.fingerprints = fingerprints
         self.memory = RequestPages(target, self.drafter, config)
-        self.executor = make_executor(target, self.drafter, config, lookup if config.adaptive else None)
+        lookup = lookup if config.adaptive else None
+        self.executor, self._looks_up = make_executor(target, self.drafter, config, lookup), lookup is not None
         self.batches = StepBatches(config, self.memory)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
@@ -192,11 +193,9 @@ class Engine(EngineBase):
 
     def _begin(self, handle: Handle) -> int | None:
         """Give a request its pages; return how many of its tokens they hold, or None if pages are short."""
-        if not handle.num_preempted:
+        if not handle.num_preempted or handle.drafting is Drafting.LOOKUP_ONLY:  # that one may have its rows read again
             received = handle.hand_off is None or handle.hand_off.with_drafter
-            handle.drafting = Drafting.ALWAYS if received and self._may_ever_draft(handle) else Drafting.NEVER
-        elif handle.drafting is Drafting.LOOKUP_ONLY:
-            handle.drafting = Drafting.ALWAYS  # the drafter reads all of its rows once more
+            handle.drafting = self._drafting_from_now(handle) if received else Drafting.NEVER
         if not self.memory.begin(handle, self._scheduler.prefilling):
             return None
         assert handle.table is not None
@@ -211,17 +210,20 @@ class Engine(EngineBase):
             self.memory.pool.count_lookup(handle.table, num_tokens)
         return known
 
-    def _may_ever_draft(self, handle: Handle) -> bool:
-        """Whether a request that begins now may draft at all.
+    def _drafting_from_now(self, handle: Handle) -> Drafting:
+        """Choose how a request that begins now drafts.
 
-        Not if its own K is 0, or if drafting gains nothing with as many slots active as now run and wait: a slot whose
-        first `INPUT_ROOM` tokens come from plain steps never drafts anyway. A prefill engine does not know the load of
-        the decode engine, so it leaves the choice to it.
+        The drafter does not read its prompt if it gains nothing with as many slots active as now run and wait: where
+        the first `INPUT_ROOM` tokens come from plain steps, it never drafts anyway. A prefill engine does not know the
+        load of the decode engine, so it leaves the choice to it.
         """
         if handle.request.num_speculative_tokens == 0:
-            return False
+            return Drafting.NEVER
         load = self._scheduler.num_running + self._scheduler.num_waiting + self.num_queued
-        return self.config.prefill_only or self._can_gain(min(load, self.config.slots))
+        num_active = min(load, self.config.slots)
+        if self.config.prefill_only or self._can_gain(num_active, by_drafter=True):
+            return Drafting.ALWAYS
+        return Drafting.LOOKUP_ONLY if self._looks_up and self._can_gain(num_active) else Drafting.NEVER
 
     def _send_chunk(self, action: Chunk[Handle]) -> None:
         """Compute pieces of prompts in one pass, and admit the completed ones to their slots."""
@@ -325,9 +327,9 @@ class Engine(EngineBase):
         batch = choose(1)  # without the preempted requests
         return batch if batch.rows else None
 
-    def _can_gain(self, num_active: int) -> bool:
+    def _can_gain(self, num_active: int, by_drafter: bool = False) -> bool:
         """Whether drafting can gain at this many active slots; True before costs are measured."""
-        return self.costs is None or self.costs.can_gain(num_active, self.config.num_drafts)
+        return self.costs is None or self.costs.can_gain(num_active, self.config.num_drafts, by_drafter)
 
     # --- pages ------------------------------------------------------------------------------------------------------
 

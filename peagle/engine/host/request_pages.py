@@ -21,7 +21,7 @@ class RequestPages(KVMemory):
         if hand_off is not None:
             reads = hand_off.with_drafter
         else:
-            reads = handle.drafting is not Drafting.NEVER or self._prefills_for_later(token_ids)
+            reads = handle.drafting is Drafting.ALWAYS or self._prefills_for_later(token_ids)
         table = self.open(token_ids, self.has_drafter and reads)
         promised = sum(
             max(0, self.missing(other.table, len(other.computed_ids)))

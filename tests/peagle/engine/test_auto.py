@@ -206,7 +206,9 @@ def test_times_between_measured_ones_are_interpolated() -> None:
     assert table.can_gain(1, K)
     assert not CostTable({1: ((1, 1.0), (4, 4.5))}, {1: ((0, 0.0), (3, 0.1))}).can_gain(1, K)
     # a drafter that is too dear: lookups may be enough
-    assert CostTable({1: ((1, 1.0), (4, 3.5))}, {1: ((0, 0.0), (3, 9.0))}).can_gain(1, K)
+    dear = CostTable({1: ((1, 1.0), (4, 3.5))}, {1: ((0, 0.0), (3, 9.0))})
+    assert dear.can_gain(1, K)
+    assert not dear.can_gain(1, K, by_drafter=True)
     for broken in ({}, {"verify": {"1": [[1, 1.0]]}, "draft": {}}, {"verify": {}, "draft": {}}):
         with pytest.raises((ValueError, KeyError)):
             CostTable.from_json(broken)

@@ -516,3 +516,16 @@ def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     assert any(record.draft_token_ids for record in records[0])
     assert not any(skipped)
     assert trace_counts() == before
+
+
+def test_a_crowd_for_which_the_drafter_is_too_dear_drafts_by_lookups_alone(target, plain) -> None:
+    """The drafter does not read their prompts, either."""
+    engine = Engine(target, scripts(plain, "oracle"), config(3, slots=2, adaptive=True), lookup=NGram())
+    cheap = {number: ((number, 1.0), (4 * number, 1.1)) for number in (1, 2)}
+    engine.costs = CostTable(cheap, {1: ((0, 0.0), (3, 0.1)), 2: ((0, 0.0), (6, 9.0))})
+    prefill, by_drafter = engine.executor.prefill, set()
+    engine.executor.prefill = lambda plan, with_drafter: by_drafter.add(with_drafter) or prefill(plan, with_drafter)
+    tokens, records = decode(engine, [Request(prompt, NEW) for prompt in (PROMPTS[0], *PROMPTS)])
+    assert tokens == [plain[0], *plain]
+    assert {record.source for steps in records for record in steps if record.draft_token_ids} == {1}
+    assert by_drafter == {False}
