@@ -263,7 +263,8 @@ class Engine(EngineBase):
         first = self.executor.admit([row for row, _ in complete], into, lengths, known, params)
         if self.executor.reads_tokens:
             for _, handle in complete:
-                self.executor.read_tokens(slots[handle], handle.computed_ids)
+                if handle.drafting is not Drafting.NEVER:
+                    self.executor.read_tokens(slots[handle], handle.computed_ids)
         return first
 
     # --- steps ------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from peagle.engine.step.masks import all_allowed
 from peagle.engine.step.sampling import RowSampling
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput
+from peagle.ops.put_rows import put_rows
 from peagle.protocols import Drafter, PyTree, Target
 
 NO_STOP = -2  # fills unused stop token entries; neither a token nor NO_TOKEN
@@ -287,9 +288,11 @@ def admit(
     drafter_input = state.drafter_input
     if drafter_input is not None:
         # one row: the token that follows, with the aux_hidden of the position before it
+        entry = jnp.full((state.slots,), -1, jnp.int32).at[slots].set(jnp.arange(len(slots)), mode="drop")
+        begin, count = jnp.zeros_like(entry), (entry >= 0).astype(jnp.int32)
         drafter_input = DrafterInput(
-            drafter_input.token_ids.at[slots, 0].set(token_ids, mode="drop"),
-            drafter_input.aux_hidden.at[slots, 0].set(aux_hidden.astype(drafter_input.aux_hidden.dtype), mode="drop"),
+            put_rows(drafter_input.token_ids, token_ids[entry][:, None], begin, count),
+            put_rows(drafter_input.aux_hidden, aux_hidden[entry][:, None], begin, count),
             rows(drafter_input.num, jnp.ones_like(length)),
             rows(drafter_input.first_position, length - 1),
         )
