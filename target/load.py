@@ -22,6 +22,7 @@ from peagle.ops.expert_matmul import (
     PackedExperts,
     TiledExperts,
     TpuExperts,
+    takes_tiled,
     tiled_experts,
     to_panels,
     tpu_experts,
@@ -171,6 +172,21 @@ def chosen_experts(
     """Resolve experts "auto" as load_target would with these options. Raises the same InputErrors."""
     layout = _choose_layout(open_target(directory), dtype, experts, implementation == "native")
     return "packed" if layout == "packed" else "expanded"
+
+
+def cut_not_for_hopper(config: TargetConfig, rank: Rank) -> str | None:
+    """Say why the kernels for Hopper GPUs take a model's MXFP4 experts, but not the part that a rank has of each."""
+    width = ModelShard(config, rank, mxfp4=True).config.expert_width
+    whole, cut = (
+        takes_tiled(config.hidden_size, expert_width, config.num_experts, config.top_k)
+        for expert_width in (config.expert_width, width)
+    )
+    if cut or not whole:
+        return None
+    return (
+        f"tp={rank.tp} leaves each device {width:,} of an expert's {config.expert_width:,} columns, but the fast "
+        "kernels for Hopper GPUs take whole experts; slower ones run; ep in place of tp keeps the fast ones"
+    )
 
 
 def load_embedding_and_head(
@@ -339,9 +355,9 @@ class _TargetReader:
         packed = PackedExperts(*parts)
         if self.implementation == "tpu":
             return tpu_experts(packed)
-        if self.implementation == "xla" or self.part.rank.count > 1:
+        if self.implementation == "xla":
             return packed
-        return tiled_experts(packed, self.part.config.top_k)
+        return tiled_experts(packed, self.part.config.num_experts, self.part.config.top_k)
 
     def _dense(self, names: Mapping[str, str], layout: Layout) -> Experts:
         """Read a layer's experts in the dtype, gates and ups apart."""

@@ -46,7 +46,7 @@ def random_bytes(config: TargetConfig, dtype: DTypeLike = jnp.bfloat16) -> int:
 
 def _arranged(layer: LayerParams, config: TargetConfig) -> LayerParams:
     assert isinstance(layer.moe.experts, PackedExperts)
-    experts = tiled_experts(layer.moe.experts, config.top_k)
+    experts = tiled_experts(layer.moe.experts, config.num_experts, config.top_k)
     return layer.replace(moe=layer.moe.replace(experts=experts))  # type: ignore[attr-defined]
 
 

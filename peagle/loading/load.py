@@ -26,8 +26,10 @@ from peagle.engine.host.handoff import Fingerprints
 from peagle.loading.checkpoints import DEMO, WEIGHTLESS, another_target, draft_limits, drafter_path, resolve
 from peagle.loading.defaults import chosen_implementation, default_chunk, default_dtype, steps_per_dispatch
 from peagle.loading.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
+from peagle.ops import cuda
 from peagle.ops.attention import CacheGroup
 from peagle.ops.collectives import Ranks
+from peagle.ops.expert_matmul import PackedExperts
 from peagle.ops.kernels import Implementation, describe_kernels
 from peagle.ops.linear import PackedMatrix, SplitMatrix, split_outputs, to_mxfp4
 from peagle.pair import Loaded, Pair
@@ -179,7 +181,7 @@ def load_over(
     Returns the target, and the loaded ranks with their parameters side by side. Raises InputError, before any weights
     are read, for a model that cannot be sharded so, or too few devices.
     """
-    from target.load import LoadedTarget, chosen_experts, inspect_target, load_target
+    from target.load import LoadedTarget, chosen_experts, cut_not_for_hopper, inspect_target, load_target
     from target.model import GptOss
     from target.shard import Rank, check_ranks
 
@@ -208,6 +210,11 @@ def load_over(
         return GptOss(part.params, part.config, tuple(aux_layer_ids), ranks=ranks, **(settings or {}))
 
     parts = shard(of_rank, mesh)
+    experts = parts.params.layers[0].moe.experts
+    if options.get("implementation") != "xla" and cuda.has_tiles() and isinstance(experts, PackedExperts):
+        cut = cut_not_for_hopper(config, Rank(0, shape.tp, shape.ep))
+        if cut is not None and experts.gate_up_bias.dtype == jnp.bfloat16:
+            warnings.warn(cut, InputWarning, stacklevel=2)
     kv_copies = max(shape.ranks // config.num_kv_heads, 1)
     return Sharded(parts, mesh, kv_copies), LoadedTarget(**loaded[0], params=parts.params)
 

@@ -29,9 +29,10 @@ from peagle.ops.native import available as native_available
 from peagle.parallel.mesh import MeshShape
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
-from peagle.workflows.mesh_plan import memory_of, rank_bytes, rank_cache_bytes, target_pages
+from peagle.workflows.mesh_plan import HOPPER, memory_of, rank_bytes, rank_cache_bytes, target_pages
 from target.config import FULL, SLIDING, default_aux_layer_ids
-from target.load import TargetFiles, weight_bytes
+from target.load import TargetFiles, cut_not_for_hopper, weight_bytes
+from target.shard import Rank
 
 TOKENS = 1000  # for which the table shows the memory of the KV cache
 LONG = 1 << 17  # context at which the pages of a window are all in use
@@ -88,7 +89,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: str, slots: int, pos
     caches = rank_cache_bytes(c, shape, own, positions, k)
     total = first.total + caches
     shared = "the embedding, routers and norms" + (", shared kv heads" if shape.ranks > c.num_kv_heads else "")
-    memory = memory_of(device)
+    memory, cut = memory_of(device), cut_not_for_hopper(c, Rank(0, shape.tp, shape.ep))
     fits = "fits" if total <= memory else "does not fit"
     replicas = f": {shape.dp} replicas on {shape.ranks} each, of {own} slots each"
     kinds = ", ".join(f"{kind} {format_size(size)}" for kind, size in first.kinds.items())
@@ -104,6 +105,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: str, slots: int, pos
         ),
         ("  pages of each", f"{format_size(caches)} bfloat16, with --slots {slots} --context {positions}"),
         (f"  together on an {device.upper()}", f"{format_size(total)}; {fits} into its {format_size(memory)}"),
+        *([("  kernels for experts", cut)] if cut is not None and files.mxfp4 and device.upper() in HOPPER else []),
     ]
 
 

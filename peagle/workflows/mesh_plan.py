@@ -35,6 +35,7 @@ KINDS = {  # the displayed kind of a leaf
 
 
 DEVICES = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}  # bytes of memory
+HOPPER = ("H100", "H200")
 
 
 @dataclasses.dataclass(frozen=True)

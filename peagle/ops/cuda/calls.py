@@ -15,7 +15,7 @@ TILE_ROWS, TILE_WORDS = 64, 3  # of `experts` of many rows: kTileRows and kTileW
 TILED_WIDTH, TILED_TOP_K, TILED_EXPERTS, MOST_TILES = 2880, 4, 128, 384  # of `expert_block`: experts_hopper.h
 # of `paged_attention`: kHead, kSlots and kChunkSlots in attention.cu, kStepRows in launch.cc
 HEAD_DIM, PAGE, CHUNK, STEP_ROWS, MOST_SPLITS = 64, 64, 256, 16, 32
-Packed = tuple[UInt32[Array, "E _ chunks units words"], BFloat16[Array, "E _"]]
+Packed = tuple[UInt32[Array, "here _ chunks units words"], BFloat16[Array, "here _"]]
 Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array, "E _"]]
 
 
@@ -67,26 +67,31 @@ def expert_block(
     next_norm: Norm | None,
     *,
     limit: float,
-) -> tuple[BFloat16[Array, "T D"], BFloat16[Array, "_ D"]]:
+    first: Int32[Array, ""] | None = None,
+) -> tuple[Float[Array, "T D"], BFloat16[Array, "_ D"]]:
     """Compute the second half of a layer on a Hopper GPU: y = x + the experts of norm(x), by the router's weights.
 
     Returns (y, next_norm(y)); the second is empty without a next norm. Both norms have the same epsilon. T is at most
     MAX_ROWS. D and the experts' width are TILED_WIDTH; E is a multiple of 8, up to TILED_EXPERTS. gate_up, down: packed
     matrices (peagle.ops.cuda.pack) and bias. A row of negative position selects nothing. A row's bits depend neither on
     the other rows nor on T.
+
+    first: the matrices are those of the experts from this one on, a part of the router's E; y is their part of the
+    sum, in float32 and without x, and there is no next norm.
     """
     (rows, width), pairs, num_experts = x.shape, x.shape[0] * TILED_TOP_K, router.shape[1]
     tables = 2 * MOST_TILES + 5 * pairs + rows + rows * num_experts + 1
-    assert next_norm is None or next_norm.epsilon == norm.epsilon
+    assert next_norm is None or (first is None and next_norm.epsilon == norm.epsilon)
     out, normalised, *_ = _call(
         "expert_block",
         (
-            *(_halves(rows, width), _halves(0 if next_norm is None else rows, width)),
+            (_halves if first is None else _floats)(rows, width),
+            _halves(0 if next_norm is None else rows, width),
             *(_halves(pairs, width), _halves(pairs, width), _floats(pairs, width)),
             jax.ShapeDtypeStruct((tables,), jnp.int32),
         ),
         *(x, norm.weight, router, router_bias),
-        jnp.zeros((0,), jnp.int32) if positions is None else positions,
+        *(jnp.zeros((0,), jnp.int32) if numbers is None else numbers.reshape(-1) for numbers in (positions, first)),
         *(*gate_up, *down),
         _optional(None if next_norm is None else next_norm.weight),
         epsilon=np.float32(norm.epsilon),

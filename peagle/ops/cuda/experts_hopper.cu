@@ -6,6 +6,9 @@
 //     gate_up    per tile: products, bias, activation; down: products, bias
 //     combine    adds the four outputs of a row, with their weights, and the residual
 //
+// Of experts that are shared out over devices, each device computes its own: pairs with another's experts have no place, and
+// combine gives this device's part of the sum, in float32 and without the residual.
+//
 // A product is wgmma.m64nNk16: 64 outputs by the N rows of a tile, 16 inputs a time. The weights are operand A, in
 // registers, where codes become bfloat16; the rows are operand B, in shared memory. All inputs of an output are added in
 // their order, whatever N: a row's bits depend on that row alone.
@@ -447,6 +450,11 @@ __device__ inline Choice Choose(const float* logits, int num_experts) {
   return choice;
 }
 
+// The first of the experts that this device has; the grid before may have written it.
+__device__ inline int FirstHere(const int* first) { return first == nullptr ? 0 : *first; }
+
+__device__ inline bool IsHere(int id, int num_here) { return static_cast<Word>(id) < static_cast<Word>(num_here); }
+
 }  // namespace tiles
 
 // logits [T, E]: a row of x [T, kInputs], normalised, times the router [kInputs, E], and its bias [E]; scales [T]: what the row
@@ -509,10 +517,10 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouterThreads) peagle_route
   }
 }
 
-// ids and weights [T, 4]: what the rows choose by their logits [T, E]; a row of negative position chooses nothing, E. A warp
-// for each row.
+// ids and weights [T, 4]: what the rows choose by their logits [T, E]; ids count from expert `first` on (nullptr: 0). A row of
+// negative position chooses nothing, -1. A warp for each row.
 extern "C" __global__ void __launch_bounds__(tiles::kRouterThreads) peagle_choose(
-    const float* logits, const int* positions, int rows, int num_experts, int* ids, float* weights) {
+    const float* logits, const int* positions, const int* first, int rows, int num_experts, int* ids, float* weights) {
   using namespace tiles;
   const int row = blockIdx.x * (kRouterThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   WaitForGrid();
@@ -520,20 +528,21 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouterThreads) peagle_choos
   if (row >= rows) return;
   const Choice choice = Choose(logits + static_cast<long long>(row) * num_experts, num_experts);
   const bool active = positions == nullptr || positions[row] >= 0;
+  const int first_here = FirstHere(first);
 #pragma unroll
   for (int k = 0; k < kTopK; ++k)
     if (lane == k) {
-      ids[row * kTopK + k] = active ? choice.ids[k] : num_experts;
+      ids[row * kTopK + k] = active ? choice.ids[k] - first_here : -1;
       weights[row * kTopK + k] = choice.weights[k];
     }
 }
 
 // Up to kFewRowsRouted rows: their choices by their logits [T, E], as peagle_choose, without the ids; places [pairs] (-1: no
-// expert), tiles and normalised rows. A block for each pair.
+// expert of the num_here from `first` on), tiles and normalised rows. A block for each pair.
 extern "C" __global__ void __launch_bounds__(tiles::kRouteFewThreads) peagle_route_few(
-    const Half* x, const Half* norm, const float* scales, const float* logits, const int* positions, int pairs,
-    int num_experts, tiles::Widths widths, float* weights, tiles::Tile* all_tiles, int* num_tiles, int* order,
-    unsigned char* rows) {
+    const Half* x, const Half* norm, const float* scales, const float* logits, const int* positions, const int* first,
+    int pairs, int num_experts, int num_here, tiles::Widths widths, float* weights, tiles::Tile* all_tiles, int* num_tiles,
+    int* order, unsigned char* rows) {
   using namespace tiles;
   constexpr int kPieces = kInputs / 8, kNowhere = 1 << 30, kEach = (kPieces + kRouteFewThreads - 1) / kRouteFewThreads;
   __shared__ Place place;
@@ -550,6 +559,7 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouteFewThreads) peagle_rou
   for (int j = 0; j < kEach; ++j)
     if (thread + kRouteFewThreads * j < kPieces) values[j] = LoadPiece(source, thread + kRouteFewThreads * j);
   const float scale = scales[own_row];
+  const int first_here = FirstHere(first);
 #pragma unroll 1
   for (int row = thread / 32; row < pairs / kTopK; row += kRouteFewThreads / 32) {
     const Choice choice = Choose(logits + static_cast<long long>(row) * num_experts, num_experts);
@@ -557,17 +567,18 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouteFewThreads) peagle_rou
 #pragma unroll
     for (int k = 0; k < kTopK; ++k)
       if (lane == k) {
-        all[row * kTopK + k] = active ? choice.ids[k] : kNowhere;
+        const int id = choice.ids[k] - first_here;
+        all[row * kTopK + k] = active && IsHere(id, num_here) ? id : kNowhere;
         if (row * kTopK + k == pair) weights[pair] = choice.weights[k];
       }
   }
   __syncthreads();
   const int mine = all[pair];
-  const bool wanted = mine < num_experts;
+  const bool wanted = mine != kNowhere;
   if (thread < 32) {
     int rank = 0, count = 0, begin = 0;
-    for (int first = 0; first < pairs; first += 32) {
-      const int other = first + lane, id = other < pairs ? all[other] : kNowhere;
+    for (int from = 0; from < pairs; from += 32) {
+      const int other = from + lane, id = other < pairs ? all[other] : kNowhere;
       const unsigned same = __ballot_sync(~0u, id == mine);
       count += __popc(same);
       rank += __popc(__ballot_sync(~0u, id == mine && other < pair));
@@ -589,9 +600,9 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouteFewThreads) peagle_rou
   WriteAllTiles(thread, count, widths, all_tiles, num_tiles, partial);
 }
 
-// Many rows: as peagle_route_few, but for the rows. One block.
+// Many rows: as peagle_route_few, but for the rows, and by ids that count from the first expert here. One block.
 extern "C" __global__ void __launch_bounds__(tiles::kRouteManyThreads) peagle_route_many(
-    const int* ids, int pairs, int num_experts, tiles::Widths widths, tiles::Tile* all_tiles, int* num_tiles, int* order,
+    const int* ids, int pairs, int num_here, tiles::Widths widths, tiles::Tile* all_tiles, int* num_tiles, int* order,
     tiles::Place* places) {
   using namespace tiles;
   constexpr int kTurns = kMostRows / kRouteManyThreads;
@@ -614,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouteManyThreads) peagle_ro
     const int of[kTopK] = {id[turn].x, id[turn].y, id[turn].z, id[turn].w};
 #pragma unroll
     for (int k = 0; k < kTopK; ++k)
-      rank[turn][k] = static_cast<unsigned>(of[k]) < static_cast<unsigned>(num_experts) ? atomicAdd(&count[of[k]], 1) : -1;
+      rank[turn][k] = IsHere(of[k], num_here) ? atomicAdd(&count[of[k]], 1) : -1;
   }
   __syncthreads();
   if (thread < kMostExperts) begin[thread] = WriteAllTiles(thread, count[thread], widths, all_tiles, num_tiles, partial);
@@ -659,9 +670,10 @@ extern "C" __global__ void __launch_bounds__(tiles::kGatherThreads) peagle_gathe
 }
 
 // out [T, kInputs] = x + the sum over a row's pairs of their weights times their outputs, `order` among y [pairs, kInputs];
-// normalised [T, kInputs]: out by the next norm, if there is one. A block for each row.
+// normalised [T, kInputs]: out by the next norm, if there is one. Without x (nullptr) out is the sum alone, in float32. A block
+// for each row.
 extern "C" __global__ void __launch_bounds__(tiles::kCombineThreads) peagle_combine_experts(
-    const Half* x, const float* y, const int* order, const float* weights, const Half* next_norm, float epsilon, Half* out,
+    const Half* x, const float* y, const int* order, const float* weights, const Half* next_norm, float epsilon, void* out,
     Half* normalised) {
   using namespace tiles;
   constexpr int kAllWarps = (kCombineThreads + 31) / 32;
@@ -675,7 +687,8 @@ extern "C" __global__ void __launch_bounds__(tiles::kCombineThreads) peagle_comb
   LetNextBegin();
   float sums[4] = {};
   if (there) {
-    const uint2 before = *reinterpret_cast<const uint2*>(x + at);
+    uint2 before = {};
+    if (x != nullptr) before = *reinterpret_cast<const uint2*>(x + at);
 #pragma unroll
     for (int k = 0; k < kTopK; ++k) {
       const int place = order[row * kTopK + k];
@@ -687,9 +700,13 @@ extern "C" __global__ void __launch_bounds__(tiles::kCombineThreads) peagle_comb
       sums[2] += weight * value.z;
       sums[3] += weight * value.w;
     }
+    if (x == nullptr) {
+      *reinterpret_cast<float4*>(static_cast<float*>(out) + at) = {sums[0], sums[1], sums[2], sums[3]};
+      return;
+    }
     const uint2 all = {Pack(sums[0] + LowerFloat(before.x), sums[1] + UpperFloat(before.x)),
                        Pack(sums[2] + LowerFloat(before.y), sums[3] + UpperFloat(before.y))};
-    *reinterpret_cast<uint2*>(out + at) = all;
+    *reinterpret_cast<uint2*>(static_cast<Half*>(out) + at) = all;
     sums[0] = LowerFloat(all.x);
     sums[1] = UpperFloat(all.x);
     sums[2] = LowerFloat(all.y);

@@ -323,35 +323,43 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   return on.Error();
 }
 
-// The kernels of experts_hopper.cu. Scratch: the pairs' rows, the results of gate_up and of down, and small tables.
+// The kernels of experts_hopper.cu. first: of the experts here, if they are a part of them; out is then their part of the sum,
+// in float32. Scratch: the pairs' rows, the results of gate_up and of down, and small tables.
 ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer router, AnyBuffer router_bias,
-                       AnyBuffer positions, AnyBuffer gate_up, AnyBuffer gate_up_bias, AnyBuffer down, AnyBuffer down_bias,
-                       AnyBuffer next_norm, Out result, Out next_rows, Out rows_scratch, Out hidden_scratch,
-                       Out outputs_scratch, Out tables_scratch,
-                       float epsilon, float limit) {
+                       AnyBuffer positions, AnyBuffer first, AnyBuffer gate_up, AnyBuffer gate_up_bias, AnyBuffer down,
+                       AnyBuffer down_bias, AnyBuffer next_norm, Out result, Out next_rows, Out rows_scratch,
+                       Out hidden_scratch, Out outputs_scratch, Out tables_scratch, float epsilon, float limit) {
   const AnyBuffer &out = *result, &normalised = *next_rows, &rows = *rows_scratch, &hidden = *hidden_scratch;
   const AnyBuffer& outputs = *outputs_scratch;
   const AnyBuffer& tables = *tables_scratch;
   constexpr int64_t D = tiles::kInputs, kWords = tiles::kUnitBytes / 4, kWide = tiles::kUnitsAGroup * 64;
-  if (x.dimensions().size() != 2 || gate_up_bias.dimensions().size() != 2)
-    return ffi::Error::InvalidArgument("expert_block: x " + Shape(x) + " and gate_up_bias " + Shape(gate_up_bias) +
-                                       " are not [T, D] and [E, 2D]");
-  const int64_t T = x.dimensions()[0], E = gate_up_bias.dimensions()[0], pairs = T * tiles::kTopK;
-  if (!has_tiles || T == 0 || T > tiles::kMostRows || E > tiles::kMostExperts || E % tiles::kExpertsABlock)
-    return ffi::Error::InvalidArgument("expert_block: x " + Shape(x) + " and gate_up_bias " + Shape(gate_up_bias) +
-                                       ": expected up to 4096 rows, up to 128 experts in eights, and a Hopper GPU");
+  if (x.dimensions().size() != 2 || router.dimensions().size() != 2 || gate_up_bias.dimensions().size() != 2)
+    return ffi::Error::InvalidArgument("expert_block: x " + Shape(x) + ", router " + Shape(router) + " and gate_up_bias " +
+                                       Shape(gate_up_bias) + " are not [T, D], [D, E] and [experts here, 2D]");
+  const int64_t T = x.dimensions()[0], E = router.dimensions()[1], pairs = T * tiles::kTopK;
+  const bool is_part = first.element_count() != 0;
+  const int64_t here = is_part ? gate_up_bias.dimensions()[0] : E;
+  if (!has_tiles || T == 0 || T > tiles::kMostRows || E > tiles::kMostExperts || E % tiles::kExpertsABlock || here > E)
+    return ffi::Error::InvalidArgument("expert_block: x " + Shape(x) + ", router " + Shape(router) + " and gate_up_bias " +
+                                       Shape(gate_up_bias) + ": expected up to 4096 rows, up to 128 experts in eights, or a " +
+                                       "part of them, and a Hopper GPU");
   PEAGLE_EXPECT(x, BF16, T, D);
   PEAGLE_EXPECT(norm, BF16, D);
   PEAGLE_EXPECT(router, BF16, D, E);
   PEAGLE_EXPECT(router_bias, BF16, E);
   if (positions.element_count() != 0) PEAGLE_EXPECT(positions, S32, T);
-  PEAGLE_EXPECT(gate_up, U32, E, 2 * D / kWide, tiles::kChunks, tiles::kUnitsAGroup, kWords);
-  PEAGLE_EXPECT(gate_up_bias, BF16, E, 2 * D);
-  PEAGLE_EXPECT(down, U32, E, D / kWide, tiles::kChunks, tiles::kUnitsAGroup, kWords);
-  PEAGLE_EXPECT(down_bias, BF16, E, D);
-  const bool has_next = next_norm.element_count() != 0;
+  if (is_part) PEAGLE_EXPECT(first, S32, 1);
+  PEAGLE_EXPECT(gate_up, U32, here, 2 * D / kWide, tiles::kChunks, tiles::kUnitsAGroup, kWords);
+  PEAGLE_EXPECT(gate_up_bias, BF16, here, 2 * D);
+  PEAGLE_EXPECT(down, U32, here, D / kWide, tiles::kChunks, tiles::kUnitsAGroup, kWords);
+  PEAGLE_EXPECT(down_bias, BF16, here, D);
+  const bool has_next = next_norm.element_count() != 0 && !is_part;
   if (has_next) PEAGLE_EXPECT(next_norm, BF16, D);
-  PEAGLE_EXPECT(out, BF16, T, D);
+  if (is_part) {
+    PEAGLE_EXPECT(out, F32, T, D);
+  } else {
+    PEAGLE_EXPECT(out, BF16, T, D);
+  }
   PEAGLE_EXPECT(normalised, BF16, has_next ? T : 0, D);
   PEAGLE_EXPECT(rows, BF16, pairs, D);
   PEAGLE_EXPECT(hidden, BF16, pairs, D);
@@ -364,7 +372,7 @@ ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer rou
   int which = 0;
   while (which < 3 && on.kernels.tiles[which].Widest() < most) ++which;
   TileKernels& kernels = on.kernels.tiles[which];
-  int num_rows = T, num_pairs = pairs, num_experts = E, twice = 2 * D, width = D;
+  int num_rows = T, num_pairs = pairs, num_experts = E, num_here = here, twice = 2 * D, width = D;
   int rows_a_block = T <= tiles::kFewRowsRouted ? 1 : 8;
   int32_t* at = static_cast<int32_t*>(Address(tables));
   const auto table = [&](int64_t size) -> void* { return std::exchange(at, at + size); };
@@ -373,6 +381,7 @@ ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer rou
   void* num_tiles_at = table(1);
   void *x_at = Address(x), *norm_at = Address(norm), *router_at = Address(router), *router_bias_at = Address(router_bias);
   void *positions_at = positions.element_count() == 0 ? nullptr : Address(positions), *rows_at = Address(rows);
+  void *first_at = is_part ? Address(first) : nullptr, *added_at = is_part ? nullptr : x_at;
   void *hidden_at = Address(hidden), *outputs_at = Address(outputs), *out_at = Address(out);
   void *gate_up_at = Address(gate_up), *gate_up_bias_at = Address(gate_up_bias);
   void *down_at = Address(down), *down_bias_at = Address(down_bias);
@@ -381,13 +390,13 @@ ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer rou
                      &logits_at, &scales_at});
   if (T <= tiles::kFewRowsRouted) {
     on.LaunchEarly(on.kernels.route_few, pairs, 1, tiles::kRouteFewThreads, 0,
-                   {&x_at, &norm_at, &scales_at, &logits_at, &positions_at, &num_pairs, &num_experts, &kernels.widths,
-                    &weights_at, &tiles_at, &num_tiles_at, &order_at, &rows_at});
+                   {&x_at, &norm_at, &scales_at, &logits_at, &positions_at, &first_at, &num_pairs, &num_experts, &num_here,
+                    &kernels.widths, &weights_at, &tiles_at, &num_tiles_at, &order_at, &rows_at});
   } else {
     on.LaunchEarly(on.kernels.choose, (T + 3) / 4, 1, tiles::kRouterThreads, 0,
-                   {&logits_at, &positions_at, &num_rows, &num_experts, &ids_at, &weights_at});
+                   {&logits_at, &positions_at, &first_at, &num_rows, &num_experts, &ids_at, &weights_at});
     on.LaunchEarly(on.kernels.route_many, 1, 1, tiles::kRouteManyThreads, 0,
-                   {&ids_at, &num_pairs, &num_experts, &kernels.widths, &tiles_at, &num_tiles_at, &order_at, &places_at});
+                   {&ids_at, &num_pairs, &num_here, &kernels.widths, &tiles_at, &num_tiles_at, &order_at, &places_at});
     on.LaunchEarly(on.kernels.gather, T, 1, tiles::kGatherThreads, 0, {&x_at, &norm_at, &scales_at, &places_at, &rows_at});
   }
   on.LaunchEarly(kernels.gate_up, kernels.blocks, 1, kernels.threads, kernels.shared_bytes,
@@ -396,7 +405,7 @@ ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer rou
                  {&down_at, &down_bias_at, &width, &hidden_at, &tiles_at, &num_tiles_at, &limit, &outputs_at});
   void *next_norm_at = has_next ? Address(next_norm) : nullptr, *normalised_at = Address(normalised);
   on.LaunchEarly(on.kernels.combine_experts, T, 1, tiles::kCombineThreads, 0,
-                 {&x_at, &outputs_at, &order_at, &weights_at, &next_norm_at, &epsilon, &out_at, &normalised_at});
+                 {&added_at, &outputs_at, &order_at, &weights_at, &next_norm_at, &epsilon, &out_at, &normalised_at});
   return on.Error();
 }
 
@@ -536,6 +545,7 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_expert_block(XLA_FFI_CallFrame* frame) 
                              .Arg<xla::ffi::AnyBuffer>()  // router
                              .Arg<xla::ffi::AnyBuffer>()  // router_bias
                              .Arg<xla::ffi::AnyBuffer>()  // positions
+                             .Arg<xla::ffi::AnyBuffer>()  // first
                              .Arg<xla::ffi::AnyBuffer>()  // gate_up
                              .Arg<xla::ffi::AnyBuffer>()  // gate_up_bias
                              .Arg<xla::ffi::AnyBuffer>()  // down

@@ -108,7 +108,8 @@ def check_expert_block() -> None:
     weights = np.where(positions[:, None] < 0, 0, weights / weights.sum(axis=1, keepdims=True))
     pairs = calls.experts(jnp.asarray(rows_of_experts), jnp.asarray(ids), gate_up, down, limit=LIMIT)
     expected = np.einsum("tkd,tk->td", np.asarray(pairs), weights)
-    first = None
+    half, first = count // 2, None
+    halves = {start: jax.tree.map(lambda leaf, at=start: leaf[at : at + half], packed) for start in (0, half)}
     for rows in TILED_ROWS:
         some, places = jnp.asarray(x[:rows]), jnp.asarray(positions[:rows])
         routing = jnp.asarray(router), jnp.asarray(bias)
@@ -118,6 +119,11 @@ def check_expert_block() -> None:
         added = output.astype(np.float64) - x[:rows].astype(np.float64)
         _expect_near(added, expected[:rows], f"experts of {rows} rows, in tiles")
         first = output[0] if first is None else first
+        total = np.zeros_like(expected[:rows])
+        for first_here, (of_gate_up, of_down) in halves.items():
+            operands = some, norm, *routing, places, of_gate_up, of_down, None
+            total += np.asarray(calls.expert_block(*operands, limit=LIMIT, first=jnp.int32(first_here))[0])
+        _expect_near(total, expected[:rows], f"experts of {rows} rows, in tiles, in two parts")
         if not np.array_equal(output[0], first):
             raise CudaError(f"the GPU kernels fail their check: a row has other bits alone than among {rows}")
 

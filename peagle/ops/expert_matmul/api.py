@@ -57,15 +57,18 @@ def expert_block(
     """
     rows = x.reshape(-1, x.shape[-1])
     positions = None if positions is None else positions.reshape(-1)
+    local = None if ranks is None else ranks.local_experts(experts.num_experts)
     if isinstance(experts, TiledExperts):
         if implementation not in (None, "cuda"):
             raise InputError(f"the weights are laid out for the CUDA kernels; load them for {implementation!r}")
         assert not isinstance(router, PackedMatrix)
-        assert (ranks, top_k) == (None, TILED_TOP_K)
-        y, normalised = cuda.tiled(rows, norm, router, router_bias, experts, swiglu_limit, positions, next_norm)
-        return y.reshape(x.shape), None if next_norm is None else normalised.reshape(x.shape)
-    local = None if ranks is None else ranks.local_experts(experts.num_experts)
-    if isinstance(experts, NativeExperts):
+        assert top_k == TILED_TOP_K
+        tiled = functools.partial(cuda.tiled, rows, norm, router, router_bias, experts, swiglu_limit, positions)
+        if ranks is None:
+            y, normalised = tiled(next_norm)
+            return y.reshape(x.shape), None if next_norm is None else normalised.reshape(x.shape)
+        out, _ = tiled(first=jnp.int32(0) if local is None else local.first)
+    elif isinstance(experts, NativeExperts):
         if implementation not in (None, "native"):
             raise InputError(f"the weights are packed for the native kernels; load them for {implementation!r}")
         assert isinstance(router, PackedMatrix)

@@ -20,6 +20,7 @@ from peagle.ops.cuda import calls, graphs, nvrtc
 from peagle.ops.cuda.pack import UNIT_WORDS, UNITS_A_GROUP, pack
 from peagle.ops.cuda.self_test import random_halves
 from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tiled_experts
+from peagle.ops.expert_matmul.cuda import tiled as compute_tiled
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.norm import Norm
 from tests.ops.experts import Expert, mixture
@@ -91,7 +92,7 @@ def hopper(libraries: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Non
 @functools.cache
 def laid_out() -> TiledExperts:
     """Lay the experts out once; `hopper` must be open."""
-    experts = tiled_experts(packed_experts(), TOP_K)
+    experts = tiled_experts(packed_experts(), EXPERTS, TOP_K)
     assert isinstance(experts, TiledExperts)
     return experts
 
@@ -124,6 +125,15 @@ class Block:
         y, normalised = expert_block(*operands, TOP_K, LIMIT, jnp.asarray(self.positions[:count]), next_norm=next_norm)
         assert normalised is not None
         return np.asarray(y, np.float64), np.asarray(normalised, np.float64)
+
+    def part_of(self, experts: TiledExperts, count: int, first: int, last: int) -> np.ndarray:
+        """Compute some experts' part of the sum of the first `count` rows in the kernels."""
+        here = jax.tree.map(lambda leaf: leaf[first:last], experts)
+        routing = Norm(jnp.asarray(self.norms[0]), EPSILON), jnp.asarray(self.router), jnp.asarray(self.bias)
+        positions, number = jnp.asarray(self.positions[:count]), jnp.int32(first)
+        y, _ = compute_tiled(jnp.asarray(self.x[:count]), *routing, here, LIMIT, positions, first=number)
+        assert y.dtype == jnp.float32
+        return np.asarray(y)
 
     def by_definition(self, row: int) -> np.ndarray:
         x = self.x[row].astype(np.float64)
@@ -169,6 +179,20 @@ def test_the_definition(packed: PackedExperts, tiled: TiledExperts) -> None:
         np.testing.assert_array_equal(np.delete(some, 1, axis=0), np.delete(output[:count], 1, axis=0))
 
 
+def test_parts_of_the_experts_add_up_to_all(packed: PackedExperts, tiled: TiledExperts) -> None:
+    """As over devices, with the many rows of one way of routing and the few of the other; bits are a row's own."""
+    block, parts = Block(packed, 70, 5), ((0, 3), (3, EXPERTS))
+    whole, _ = block.of(tiled, 70)
+    many = [block.part_of(tiled, 70, *part) for part in parts]
+    np.testing.assert_allclose(block.x.astype(np.float32) + sum(many), whole, rtol=2**-8, atol=1e-6)
+    assert all(np.any(part) and not np.any(part[block.positions < 0]) for part in many)
+    first = np.flatnonzero(block.positions >= 0)[0]
+    for own in (block.x, block.positions):
+        own[0] = own[first]
+    for part, of_many in zip(parts, many, strict=True):
+        np.testing.assert_array_equal(block.part_of(tiled, 1, *part)[0], of_many[first])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "active", "favoured"),
@@ -196,11 +220,21 @@ def test_many_active_rows(packed: PackedExperts, tiled: TiledExperts, rows: int,
 )
 def test_other_experts_stay_as_they_are(packed: PackedExperts, changed: Callable[[Any], PackedExperts]) -> None:
     experts = changed(packed)
-    assert tiled_experts(experts, TOP_K) is experts
+    assert tiled_experts(experts, experts.num_experts, TOP_K) is experts
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_part_of_the_experts_is_laid_out_or_refused(packed: PackedExperts) -> None:
+    """All ranks need one layout, so one cannot leave its experts as they are."""
+    part = jax.tree.map(lambda leaf: leaf[:3], packed)
+    assert isinstance(tiled_experts(part, EXPERTS, TOP_K), TiledExperts)
+    part = part.replace(down_scales=part.down_scales.at[0, 0, 0].set(129))
+    with pytest.raises(InputError, match=r"scale of 129; expected up to 128 .* set PEAGLE_KERNELS=xla"):
+        tiled_experts(part, EXPERTS, TOP_K)
 
 
 def test_without_a_hopper_gpu_experts_stay_as_they_are(packed: PackedExperts) -> None:
-    assert tiled_experts(packed, TOP_K) is packed
+    assert tiled_experts(packed, EXPERTS, TOP_K) is packed
 
 
 def test_xla_does_not_take_the_layout(packed: PackedExperts, tiled: TiledExperts) -> None:
