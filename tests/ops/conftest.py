@@ -149,6 +149,14 @@ def opened(libraries: tuple[Path, Path]) -> None:
     cuda.open_kernels(launcher, str(driver), b"any image", "cpu", tiles=False)
 
 
+@pytest.fixture
+def hopper(libraries: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open the kernels on the CPU, those of Hopper GPUs too."""
+    launcher, driver = libraries
+    cuda.open_kernels(launcher, str(driver), b"any image", "cpu", tiles=True)
+    monkeypatch.setattr(cuda, "has_tiles", lambda: True)
+
+
 FORMS = ("xla", *instruction_sets(), "cuda", "tpu")
 
 

@@ -6,7 +6,6 @@ copies and barriers, and speed."""
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -79,14 +78,6 @@ def packed_experts() -> PackedExperts:
 @pytest.fixture
 def packed() -> PackedExperts:
     return packed_experts()
-
-
-@pytest.fixture
-def hopper(libraries: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open the kernels on the CPU, those of Hopper GPUs too."""
-    launcher, driver = libraries
-    cuda.open_kernels(launcher, str(driver), b"any image", "cpu", tiles=True)
-    monkeypatch.setattr(cuda, "has_tiles", lambda: True)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from drafter.params import DrafterParams
 from drafter.propose import DFlash, PEagle, drafter_of
 from drafter.train.folder import LOG, read_log, steps_done
 from drafter.train.step import ROWS, devices_for
-from peagle.base.errors import InputError
+from peagle.base.errors import InputError, InputWarning
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.devices.replicas import Replicas
@@ -32,16 +32,18 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.loading.load import drafter_over, load, load_over
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE, PagedCache
+from peagle.ops.expert_matmul import PackedExperts, TiledExperts
 from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, split_outputs, to_mxfp4
 from peagle.ops.messages import DrafterInput
 from peagle.pair import Pair
 from peagle.parallel.mesh import MeshShape, Sharded, make_meshes, replicate, shard
 from peagle.protocols import Explains, Target
-from peagle.workflows.random_checkpoint import random_tensors
+from peagle.workflows.random_checkpoint import geometry, random_tensors
 from scripts.gpu.mesh import loud
 from target import load as target_load
 from target.load import load_target, save_target, write_target
 from target.model import GptOss
+from tests.ops.conftest import hopper, libraries  # noqa: F401
 from tests.peagle.engine.test_interleaving import decoded_alone, interleave
 from tests.support.compiling import AS_FOR_USERS
 from tests.support.drafters import random_params
@@ -224,6 +226,45 @@ def test_two_collectives_a_layer_and_one_at_the_head(root: Path, shape: MeshShap
         assert len(calls) == 4 * CONFIG.num_layers + 2  # qkv, attention, out, experts; RoPE's tables, the head
         attention = [line for line in calls if "peagle_decode_attention" in line]
         assert all(re.search(rf"f32\[\d+,{PAGE_SIZE},1,12\]", line) for line in attention)  # one kv head each
+
+
+# The kernels for Hopper GPUs
+
+
+PACKED: Any = {"dtype": jnp.bfloat16, "experts": "packed"}
+
+
+@pytest.fixture(scope="module")
+def of_hopper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a target of one layer, whose experts are those kernels'."""
+    directory: Path = tmp_path_factory.mktemp("hopper")
+    config = geometry(hidden=2880, layers=1, heads=(2, 2), head_dim=16, vocab=37, experts=(8, 4), expert_width=2880)
+    write_target(directory, config, loud(random_tensors(config, True, 1)), mxfp4=True)
+    return directory
+
+
+@pytest.mark.usefixtures("hopper")
+def test_each_device_computes_its_experts_in_the_kernels_for_hopper_gpus(of_hopper: Path) -> None:
+    """Through the tests' driver: the whole model's logits, and one call for each layer if compiled for GPUs."""
+    loaded = load_target(of_hopper, **PACKED)
+    target, over = load_over(of_hopper, EP2, **PACKED)
+    whole, experts = GptOss(loaded.params, loaded.config), over.params.layers[0].moe.experts
+    assert isinstance(experts, TiledExperts)
+    assert experts.gate_up.addressable_shards[0].data.shape[:2] == (1, 4)
+    tokens, positions, logits = np.array([[3, 29]]), np.array([[0, 1]]), []
+    for model in (whole, target):
+        extend, cache = EXTEND[type(model)], jax.jit(lambda model=model: model.init_cache(1, 8, 2))()
+        logits.append(np.asarray(extend(model, tokens, positions, cache)[0].logits, np.float32))
+    np.testing.assert_allclose(logits[1], logits[0], atol=2**-6 * logits[0].std())
+    lowered = extend.trace(target, tokens, positions, cache).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("custom_call @peagle_cuda_expert_block(") == 1
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_cut_that_the_kernels_for_hopper_gpus_do_not_take_is_said(of_hopper: Path) -> None:
+    with pytest.warns(InputWarning, match=r"tp=2 leaves each device 1,440 of an expert's 2,880 columns.* ep in place"):
+        _, over = load_over(of_hopper, TP2, **PACKED)
+    assert isinstance(over.params.layers[0].moe.experts, PackedExperts)
 
 
 # The engine
