@@ -7,9 +7,10 @@ import pytest
 
 from peagle.cli import main
 from peagle.parallel.mesh import MeshShape
+from peagle.workflows.inspection import mesh_rows
 from peagle.workflows.mesh_plan import rank_bytes, rank_cache_bytes
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
-from target.load import weight_bytes, write_target
+from target.load import TargetFiles, weight_bytes, write_target
 from target.shard import Rank
 from tests.target.test_shard import CONFIG
 
@@ -43,6 +44,18 @@ def test_the_published_models() -> None:
     assert one == 2 * two
     sixteen = rank_cache_bytes(SIZES["20b"], MeshShape(16), 8, 4096, 3)
     assert sixteen == one // 8  # 8 kv heads, each on two devices
+
+
+def test_the_plan_says_where_the_fast_kernels_do_not_take_a_cut() -> None:
+    def said(shape: MeshShape, device: str, size: str = "20b") -> str | None:
+        files = TargetFiles(SIZES[size], (), None, True, 0, 0, 0, 0)
+        return dict(mesh_rows(files, shape, device, 8, 4096, 3)).get("  kernels for experts")
+
+    assert "tp=8 leaves each device 384 of an expert's 2,880 columns" in (said(MeshShape(8), "H200") or "")
+    assert "tp=2 leaves" in (said(MeshShape(2, 4), "H100", "120b") or "")
+    assert said(MeshShape(1, 8), "H100", "120b") is None
+    assert said(MeshShape(2), "B200") is None
+    assert said(MeshShape(2), "H100", "S") is None  # no size of theirs, cut or not
 
 
 def test_bad_plans_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
