@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from peagle.cluster.config import FleetConfig
 from peagle.config import EngineConfig, LoadConfig
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
+from peagle.pair import Pair
 from peagle.text.tokenizer import detokenize
 from scripts.serving import client
 from scripts.serving.servers import free_port
@@ -36,7 +37,7 @@ ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[cl
 
 K, CONTEXT, PATIENCE_S = 3, 4096, 300.0
 LONG, BUSY = CONTEXT - 100, 4
-Alone = Callable[[int], str]
+Alone, Answer = Callable[[int], str], Callable[[Sequence[int], int], list[int]]
 PROMPT = [5, 9, 2, 11, 30, 4]
 BODY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 
@@ -81,12 +82,26 @@ def ask(url: str, tokens: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def alone(directories: Directories) -> Alone:
-    """Return the text of so many tokens, as an engine alone answers."""
-    pair = peagle.load(directories.target, directories.drafter)
+def pair(directories: Directories) -> Pair:
+    return peagle.load(directories.target, directories.drafter)
+
+
+@pytest.fixture(scope="module")
+def answer(pair: Pair) -> Answer:
+    """Return the tokens that an engine alone answers a prompt with, so many."""
     engine = pair.engine(pair.engine_config(K, context=CONTEXT))
-    chunks = list(follow(engine, engine.add(Request(tuple(PROMPT), LONG, stop_token_ids=()))))
-    tokenizer, tokens = pair.tokenizer, [token for chunk in chunks for token in chunk.token_ids]
+
+    def tokens(prompt: Sequence[int], count: int) -> list[int]:
+        handle = engine.add(Request(tuple(prompt), count, stop_token_ids=()))
+        return [token for chunk in follow(engine, handle) for token in chunk.token_ids]
+
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair, answer: Answer) -> Alone:
+    """Return the text of so many tokens, as an engine alone answers."""
+    tokenizer, tokens = pair.tokenizer, answer(PROMPT, LONG)
     assert tokenizer is not None
     return lambda count: detokenize(tokenizer, tokens[:count])
 
@@ -117,15 +132,18 @@ def test_a_later_turn_goes_where_its_beginning_went(url: str) -> None:
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= known
 
 
-def test_a_next_turn_begins_after_the_answer(url: str) -> None:
+def test_a_next_turn_begins_after_the_answer(url: str, pair: Pair, answer: Answer) -> None:
     """It goes to the replica that decoded it; those that prefill never saw that answer."""
-    prompt = "def mean(values): return sum(values) / len(values)"
+    prompt, size, tokenizer = [7, *range(40, 60)], 4 * PAGE_SIZE, pair.tokenizer
+    assert tokenizer is not None
     for turn in range(3):
-        body = {**BODY, "prompt": prompt, "max_tokens": 4 * PAGE_SIZE}
+        body = {**BODY, "prompt": prompt, "max_tokens": size}
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
-        usage = reply["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 3 * PAGE_SIZE or not turn
-        prompt += reply["choices"][0]["text"] + " 1 + 2"
+        tokens = answer(prompt, size)
+        assert reply["choices"][0]["text"] == detokenize(tokenizer, tokens)
+        known = len(prompt) - len(PROMPT) - 1 if turn else 0  # the last token is in no page yet
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= known // PAGE_SIZE * PAGE_SIZE
+        prompt += [*tokens, *PROMPT]
 
 
 def until(holds: Callable[[], bool]) -> None:
