@@ -3,8 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
 import pydantic
 import pydantic_core
@@ -127,7 +127,7 @@ def _refusal(error: pydantic.ValidationError, kind: type[Body]) -> ApiError:
         message = f"{name}.type is {brief(value['type'])}; expected {' or '.join(tags.rsplit(', ', 1))}"
         return ApiError(400, message, f"{name}.type", "unsupported_parameter")
     if first["type"] == "extra_forbidden":
-        close = meant(name, kind.model_fields) if len(path) == 1 else None
+        close = meant(path[-1], _fields_beside(path, kind))
         cure = kind.cures.get(name) or (f"did you mean {close}? Else leave it out" if close else "leave it out")
         return ApiError(
             400, f"{name} is not supported here (it is {brief(value)}); {cure}", name, "unsupported_parameter"
@@ -137,6 +137,22 @@ def _refusal(error: pydantic.ValidationError, kind: type[Body]) -> ApiError:
     field = path[-1] if path and path[-1] in ("content", "output") else name
     expected = "expected an object" if is_union else EXPECTED.get(field, _in_plain_words(first["msg"]))
     return ApiError(400, f"{name} is {brief(value)}; {expected}", name, "invalid_type")
+
+
+def _fields_beside(path: Sequence[str], kind: type[Body]) -> list[str]:
+    """List the fields of the objects that may be where the path ends, without its last part."""
+    kinds = [kind]
+    for part in path[:-1]:
+        if not part.isdecimal():
+            fields = (one.model_fields[part] for one in kinds if part in one.model_fields)
+            kinds = [inner for field in fields for inner in _bodies(field.annotation)]
+    return [name for one in kinds for name in one.model_fields]
+
+
+def _bodies(annotation: Any) -> list[type[Body]]:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return [annotation]
+    return [body for argument in get_args(annotation) for body in _bodies(argument)]
 
 
 def _in_plain_words(message: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m pytest -m slow -n 1 tests/peagle/cluster/test_ray.py
 
-Last run, 28 November 2026, ray 2.60.0, jax 0.10.2, two cores, busy with other work: all passed in five minutes.
+Last run, 30 November 2026, ray 2.60.0, jax 0.10.2, two cores, busy with other work: all passed in five minutes.
 """
 
 import contextlib

@@ -60,6 +60,8 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is not supported"),
     ({"unheard_of": 1}, "unheard_of is not supported here (it is 1); leave it out"),
     ({"max_token": 1}, "max_token is not supported here (it is 1); did you mean max_tokens?"),
+    ({"stream_options": {"include_usages": True}}, "(it is True); did you mean include_usage?"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameter": {}}}]}, "did you mean parameters?"),
     ({"prompt": "hi"}, "prompt is not supported"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is True; expected"),
     ({"stream_options": {"include_usage": True}}, "without stream"),
