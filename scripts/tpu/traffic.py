@@ -23,8 +23,8 @@ COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.<>-]+) \([^\n]*\{\n(.*?)^\}", re.M | 
 NAMES = re.compile(r"%[\w.<>-]+")
 COPIES = ("copy-start", "slice-start", "async-start")
 MOVES_NOTHING = (
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "bitcast-convert", "reshape", "while"),
-    *("conditional", "copy-done", "slice-done", "async-done"),
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "while", "conditional"),
+    *("copy-done", "slice-done", "async-done"),
 )
 SMALL = 4_000_000  # bytes: of an operand beside one that is read in part
 HOST = re.compile(r" (infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback|S\(5\)")
@@ -86,7 +86,7 @@ def _visit(name: str, bodies: dict[str, str], times: int) -> Iterator[tuple[int,
             continue
         read = [buffer for operand in NAMES.findall(rest.split("), ")[0]) for buffer in results.get(operand, [])[:1]]
         size = _moved(line, op, results[result], read, bodies)
-        is_copy = op == "copy" and all(buffer.in_hbm for buffer in (*read, *results[result]))
+        is_copy = op in ("copy", "bitcast-convert") and all(buffer.in_hbm for buffer in (*read, *results[result]))
         yield size * times, is_copy
 
 

@@ -34,6 +34,7 @@ ENTRY %main (a: bf16[1024,1024]) -> bf16[8,1024] {
   %near = (bf16[1024,1024]{1,0:S(1)}, bf16[1024,1024]{1,0}, u32[]) copy-start(%a)
   %there = bf16[1024,1024]{1,0:S(1)} copy-done(%near)
   %again = bf16[1024,1024]{0,1} copy(%a)
+  %bits = u16[1024,1024]{1,0} bitcast-convert(%a)
   %loop = (s32[]) while(%n), condition=%condition, body=%body
   %sent = (f32[4]{0}, u32[], token[]) send(%x, %token)
   %kernel = f32[8,128]{1,0:S(1)} custom-call(%a), custom_call_target="tpu_custom_call", cost={"bytes_accessed":"5000"}
@@ -43,10 +44,11 @@ ENTRY %main (a: bf16[1024,1024]) -> bf16[8,1024] {
 
 
 def test_what_moves_to_and_from_hbm_is_counted() -> None:
-    """A prefetch once, a copy twice, a loop as often as it turns, a gather by its rows, a kernel as it declares."""
+    """A prefetch once, a copy or another type twice, a loop as often as it turns, a gather by its rows, a kernel as it
+    declares."""
     matrix, rows = 2 * 1024 * 1024, 2 * 8 * 1024
     sent = 4 * 4 + 4
-    expected = matrix + 2 * matrix + 4 * 3 * 1024 + sent + 5000 + rows + matrix
+    expected = matrix + 2 * 2 * matrix + 4 * 3 * 1024 + sent + 5000 + rows + matrix
     assert traffic(PROGRAM) == Traffic(expected, matrix, host_transfers=1)
 
 

@@ -327,12 +327,16 @@ def write_pages(
 
 
 def _as_bits(values: jax.Array) -> jax.Array:
-    """View bfloat16 as integers, because XLA on CPU would convert a whole pool to float32 to access a few rows."""
-    return jax.lax.bitcast_convert_type(values, jnp.uint16) if values.dtype == jnp.bfloat16 else values
+    """View bfloat16 as integers, because XLA on CPU would convert a whole pool to float32 to access a few rows.
+
+    On a TPU it is the view that would copy the pool.
+    """
+    as_it_is = values.dtype != jnp.bfloat16 or jax.default_backend() == "tpu"
+    return values if as_it_is else jax.lax.bitcast_convert_type(values, jnp.uint16)
 
 
 def _from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, dtype) if dtype == jnp.bfloat16 else bits
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
 
 
 # attends, by rows that are written, in these pages
