@@ -26,7 +26,7 @@ from peagle.ops.expert_matmul import (
     tpu_experts,
 )
 from peagle.ops.expert_matmul.routing import route_dense, route_top_k
-from peagle.ops.expert_matmul.tpu import FEW
+from peagle.ops.expert_matmul.tpu import FEW, MOST
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.norm import Norm
 from tests.ops.experts import mixture
@@ -206,8 +206,8 @@ OF_CUDA = [
 ]
 OF_TPUS = [
     (2, Sizes(5, 2, 1088, 32)),  # many parts of gate and up; outputs in several chunks; half a group of inputs
-    (9, Sizes(3, 3, 64, 160)),  # two products of eight rows; all rows select all experts
-    (40, Sizes(7, 2, 64, 96)),  # many rows: several tiles of an expert
+    (40, Sizes(7, 2, 64, 160)),  # experts of few rows and of more, which take several products
+    (MOST + 8, Sizes(2, 2, 64, 32)),  # many rows: two blocks, several tiles of an expert
 ]
 
 
@@ -370,7 +370,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(form: Form) -> None:
     whole = np.asarray(compiled(rows, logits, experts))
     rng = np.random.default_rng(15)
     # in CUDA tiles of one product, two, four and eight; many rows
-    for count in (1, 8, 9, 17, 33) if form.in_cuda else (1, 9) if form.on_tpu else (4, 17, len(x)):
+    for count in (1, 8, 9, 17, 33) if form.in_cuda else (1, 9, 33) if form.on_tpu else (4, 17, len(x)):
         some = rng.permutation(len(x))[:count]
         np.testing.assert_array_equal(np.asarray(compiled(rows[some], logits[some], experts)), whole[some])
 

@@ -21,7 +21,7 @@ CONFIG = SIZES["tiny"]
 
 @pytest.mark.slow
 def test_a_model_laid_out_for_a_tpu_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of more rows than few, then a few; the padding of layouts does not show."""
+    """A prompt, then a few rows; the padding of layouts does not show."""
     monkeypatch.setattr(tpu, "interpreted", True)
     write_random_checkpoint(tmp_path / "model", CONFIG)
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 14), np.int32)

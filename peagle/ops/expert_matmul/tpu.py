@@ -1,10 +1,9 @@
 """The mixture-of-experts op in a Pallas kernel for TPUs, and the layout it reads. Products are of codes, in MXFP4.
 
-    few_rows    up to 16 rows meet every expert that one of them selected, in ascending order; the sums stay in VMEM
-    many_rows   pairs (row, expert) sorted by expert, in tiles of rows of one expert each
-
-The grid is (tile of rows, step). The first S1 steps of a tile multiply by parts of gate and up, the last S2 by parts of
-down, while the next part is on its way from HBM:
+Choices are sorted by expert. A tile has choices of one expert: of few rows (those of steps) all of them, so that an
+expert is read once. It takes its rows from VMEM and adds its outputs there, in ascending order of the experts. The grid
+is (tile, step). The first S1 steps of a tile multiply by parts of gate and up, the last S2 by parts of down, while the
+next part is on its way from HBM:
 
     step      0          1          2          3       4       5
     reads     gate, up 0 gate, up 1 gate, up 2 down 0  down 1  down 2       S1 = S2 = 3 at 2880 = 3 * 960
@@ -18,16 +17,16 @@ dequantised to bfloat16. So the two give other bits.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, BFloat16, Float, UInt8, UInt32
+from jaxtyping import Array, BFloat16, Float, Int, UInt8, UInt32
 
 from peagle.ops import tpu
-from peagle.ops.expert_matmul.reference import by_expert, swiglu
+from peagle.ops.expert_matmul.reference import swiglu
 from peagle.ops.expert_matmul.routing import Choices
 from peagle.ops.expert_matmul.weights import PackedExperts, TpuExperts
 from peagle.ops.mxfp4 import BLOCK
@@ -35,7 +34,10 @@ from peagle.ops.tpu import LANES, ROWS
 
 GROUP = 2 * BLOCK  # inputs of eight words: two planes of 32
 SCALE_ROWS = 32  # of a tile of bytes: the scales of one part, padded
-FEW = 16  # most rows of few_rows: two products of 8, so that a row's bits do not depend on their number
+FEW = 128  # most rows that are multiplied by codes: 8 sequences with K = 15
+TILE = 128  # choices of a tile, of more rows
+WIDE = 2 * ROWS  # rows of a product by codes, if an expert has more than ROWS
+MOST = 512  # rows that are in VMEM at once
 DEPTH = 128  # inputs of a product
 COPIES = DEPTH // BLOCK
 CHUNK = 512  # outputs that are computed at once
@@ -65,7 +67,7 @@ def _one_laid_out(e: PackedExperts) -> TpuExperts:
     return TpuExperts(
         pair(_words, e.gate_up_blocks, 1),
         pair(_scales, e.gate_up_scales, 1),
-        pair(_floats, e.gate_up_bias, 0),
+        pair(_floats, e.gate_up_bias, 0)[None],
         _words(e.down_blocks),
         _scales(e.down_scales),
         _floats(e.down_bias)[None],
@@ -107,235 +109,197 @@ def _to_lanes(rows: jax.Array) -> jax.Array:
     return jnp.pad(rows, [*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % LANES)])
 
 
+class Tiles(NamedTuple):
+    """Tiles of the choices of one expert each, ascending by expert; scalars for the kernel."""
+
+    expert: Int[Array, " X"]
+    first: Int[Array, " X"]  # of its choices
+    length: Int[Array, " X"]
+    row: Int[Array, " N"]  # of each choice, sorted by expert
+    weight: Float[Array, " N"]
+
+
 def routed(x: BFloat16[Array, "T D"], choices: Choices, experts: TpuExperts, limit: float) -> Float[Array, "T D"]:
     """Compute a `reference.Form` in float32. Experts that no id selects are not read.
 
     A row's bits depend neither on the other rows nor, up to FEW and beyond it, on their number.
     """
-    return (few_rows if x.shape[0] <= FEW else many_rows)(x, choices, experts, limit)
+    block = functools.partial(_of_block, experts=experts, limit=limit, few=len(x) <= FEW)
+    if len(x) <= MOST:
+        return block((x, choices))
+
+    def blocks(leaf: jax.Array) -> jax.Array:
+        nothing = experts.num_experts  # as an id
+        return jnp.pad(leaf, ((0, -len(x) % MOST), (0, 0)), constant_values=nothing).reshape(-1, MOST, leaf.shape[1])
+
+    out: jax.Array = jax.lax.map(block, jax.tree.map(blocks, (x, choices)))
+    return out.reshape(-1, x.shape[1])[: len(x)]
 
 
-def few_rows(x: BFloat16[Array, "T D"], choices: Choices, experts: TpuExperts, limit: float) -> Float[Array, "T D"]:
-    num_rows, num_experts = x.shape[0], experts.num_experts
-    ids, weights = tpu.pad_rows(choices.ids, num_experts), tpu.pad_rows(choices.weights)
-    numbers = jnp.arange(num_experts, dtype=jnp.int32)[None, :]
-    chosen = jnp.any(ids.reshape(-1, 1) == numbers, axis=0)
-    ascending = jnp.argsort(~chosen, stable=True).astype(jnp.int32)[: choices.ids.size]
-    num_tiles = jnp.maximum(jnp.sum(chosen, dtype=jnp.int32), 1)
-    out = _call(tpu.pad_rows(x)[None], Choices(ids[None], weights[None]), ascending, num_tiles, experts, limit)
-    return out[0, :num_rows, : x.shape[1]]
-
-
-def many_rows(x: BFloat16[Array, "T D"], choices: Choices, experts: TpuExperts, limit: float) -> Float[Array, "T D"]:
-    (ids, weights), num_experts, top_k = choices, experts.num_experts, choices.ids.shape[1]
-    size = 32 if x.shape[0] <= 128 else 128
-    order, begins, ends = by_expert(ids, num_experts)
-    tiles = (ends - begins + size - 1) // size
+def _tiles(choices: Choices, num_experts: int, size: int) -> tuple[Tiles, jax.Array]:
+    """Make tiles of at most `size` choices; return (tiles, the number of those that have any)."""
+    (num_rows, top_k), ids = choices.ids.shape, choices.ids.reshape(-1)
+    order = jnp.argsort(ids).astype(jnp.int32)  # stable
+    of_expert = jnp.sum(ids[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], axis=0, dtype=jnp.int32)
+    ends, tiles = jnp.cumsum(of_expert, dtype=jnp.int32), pl.cdiv(of_expert, size)
     lasts = jnp.cumsum(tiles, dtype=jnp.int32)  # after each expert's last tile
-    firsts = lasts - tiles
-    numbers = jnp.arange(-(-ids.size // size) + min(num_experts, ids.size), dtype=jnp.int32)
-    expert_of = jnp.minimum(jnp.searchsorted(lasts, numbers, side="right"), num_experts - 1).astype(jnp.int32)
-    starts = begins[expert_of] + (numbers - firsts[expert_of]) * size
-    place = starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]  # among the sorted pairs
-    there = (place < ends[expert_of][:, None]) & (numbers < lasts[-1])[:, None]
-    pair = order[jnp.minimum(place, ids.size - 1)]
-    own = Choices(jnp.where(there, expert_of[:, None], num_experts)[..., None], weights.reshape(-1)[pair][..., None])
-    out = _call(x[pair // top_k], own, expert_of, jnp.maximum(lasts[-1], 1), experts, limit)
-    flat = out.reshape(-1, out.shape[2])[:, : x.shape[1]]
-    sorted_at = jnp.argsort(order).astype(jnp.int32).reshape(ids.shape)
-    expert = jnp.minimum(ids, num_experts - 1)
-    at = jnp.minimum(firsts[expert] * size + sorted_at - begins[expert], len(flat) - 1)
-    total = jnp.zeros(x.shape, jnp.float32)
-    for choice in range(top_k):  # one after the other, without an array of all choices
-        total += jnp.where(ids[:, choice, None] < num_experts, flat[at[:, choice]], 0.0)
-    return total
+    chosen = min(num_experts, ids.size)  # at most, each with as many choices as there are rows
+    most = min(chosen * pl.cdiv(num_rows, size), chosen + ids.size // size)
+    numbers = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.sum(numbers[:, None] >= lasts[None], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, num_experts - 1)
+    first = (ends - of_expert)[expert] + (numbers - (lasts - tiles)[expert]) * size
+    length = jnp.clip(ends[expert] - first, 0, size)
+    return Tiles(expert, first, length, order // top_k, choices.weights.reshape(-1)[order]), lasts[-1]
 
 
-def _call(
-    x: BFloat16[Array, "X M D"],
-    choices: Choices,
-    expert_of: jax.Array,
-    num_tiles: jax.Array,
-    e: TpuExperts,
-    limit: float,
-) -> Float[Array, "X M lanes"]:
-    """Run tiles of rows, each through its expert; if there is one tile (X = 1), all experts add to it.
+def _of_block(
+    rows: tuple[BFloat16[Array, "T D"], Choices], *, experts: TpuExperts, limit: float, few: bool
+) -> Float[Array, "T D"]:
+    """Compute `routed` for up to MOST rows, which stay in VMEM, as do their sums."""
+    x, choices = rows
+    size = TILE if not few else ROWS if len(x) <= ROWS else pl.cdiv(len(x), WIDE) * WIDE
+    tiles, num_tiles = _tiles(choices, experts.num_experts, size)
+    _, gate_steps, _, words, width = experts.gate_up.shape
+    _, down_steps, down_words, outputs = experts.down.shape
+    gate_part, down_part = 8 * words, 8 * down_words
+    x_parts = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, gate_steps * gate_part - x.shape[1])))
+    x_parts = jnp.swapaxes(x_parts.reshape(-1, gate_steps, gate_part), 0, 1)
 
-    choices: [X, M, k]. A row counts where an id is the tile's expert. num_tiles: those of expert_of that run.
-    """
-    few, (_, rows, top_k) = len(x) == 1, choices.ids.shape
-    gate_steps, gate_part, width = e.gate_up.shape[1], 8 * e.gate_up.shape[3], e.gate_up.shape[4]
-    down_steps, down_part, outputs = e.down.shape[1], 8 * e.down.shape[2], e.down.shape[3]
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, gate_steps * gate_part - x.shape[2])))
-    x = jnp.swapaxes(x.reshape(-1, rows, gate_steps, gate_part), 1, 2)
+    def spec(leaf: jax.Array, of_down: bool) -> pl.BlockSpec:
+        def index(tile: Any, step: Any, expert: Any, *_: Any) -> tuple[Any, ...]:
+            part = jnp.minimum(step, leaf.shape[1] - 1)
+            if of_down:
+                # before its own steps stay at the last part of the tile before: a new one would be copied too early
+                early = step < gate_steps
+                part = jnp.where(early, jnp.where(tile > 0, down_steps - 1, 0), step - gate_steps)
+                tile = jnp.where(early, jnp.maximum(tile - 1, 0), tile)
+            return expert[tile], part, *(0,) * (leaf.ndim - 2)
 
-    def of_tile(*block: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *block), lambda tile, *_: (0 if few else tile, *(0 for _ in block)))
+        return pl.BlockSpec((1, 1, *leaf.shape[2:]), index)
 
-    def of_expert(*block: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *block), lambda tile, _, expert_of: (expert_of[tile], *(0 for _ in block)))
-
-    def gate_up_part(*block: int) -> pl.BlockSpec:
-        def index(tile: Any, step: Any, expert_of: Any) -> tuple[Any, ...]:
-            return expert_of[tile], jnp.minimum(step, gate_steps - 1), *(0 for _ in block)
-
-        return pl.BlockSpec((1, 1, *block), index)
-
-    def down_part_of(*block: int) -> pl.BlockSpec:
-        def index(tile: Any, step: Any, expert_of: Any) -> tuple[Any, ...]:
-            # before its own steps stay at the last part of the tile before: a new one would be copied too early
-            early = step < gate_steps
-            before = jnp.where(tile > 0, down_steps - 1, 0)
-            own = expert_of[jnp.where(early, jnp.maximum(tile - 1, 0), tile)]
-            return own, jnp.where(early, before, step - gate_steps), *(0 for _ in block)
-
-        return pl.BlockSpec((1, 1, *block), index)
-
-    stored = [tpu.in_hbm(leaf) for leaf in jax.tree.leaves(e)]
-    specs = [
-        gate_up_part(2, gate_part // 8, width),
-        gate_up_part(2, SCALE_ROWS, width),
-        of_expert(2, width),
-        down_part_of(down_part // 8, outputs),
-        down_part_of(SCALE_ROWS, outputs),
-        of_expert(1, outputs),
-    ]
-    pieces = -(-max(gate_part, down_part) // DEPTH)
-    product: Any = _product_of_codes
-    if not few:
-        product = functools.partial(
-            _product_of_floats, dtype=jnp.bfloat16 if tpu.multiplies_bfloat16() else jnp.float32
-        )
-    num_experts = len(expert_of)
-    expert_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(e)) // e.num_experts
-    return tpu.call(
-        functools.partial(_kernel, product=product, few=few, limit=limit),
+    stored, in_vmem = jax.tree.leaves(experts), pl.BlockSpec(memory_space=pltpu.VMEM)
+    specs = map(spec, stored, (False, False, False, True, True, False))
+    most = len(tiles.expert)
+    out = tpu.call(
+        functools.partial(_kernel, few=few, limit=limit),
         "experts_few" if few else "experts_many",
-        (num_tiles, gate_steps + down_steps),
-        [expert_of],
+        (jnp.maximum(num_tiles, 1), gate_steps + down_steps),
+        tiles,
+        [(x_parts, in_vmem), *zip(map(tpu.in_hbm, stored), specs, strict=True)],
+        (jax.ShapeDtypeStruct((len(x), outputs), jnp.float32), in_vmem),
         [
-            (choices.ids, of_tile(rows, top_k)),
-            (choices.weights, of_tile(rows, top_k)),
-            (x, of_tile(gate_steps, rows, gate_part)),
-            *zip(stored, specs, strict=True),
-        ],
-        (jax.ShapeDtypeStruct((len(x), rows, outputs), jnp.float32), of_tile(rows, outputs)),
-        [
-            pltpu.VMEM((rows, width), jnp.float32),
-            pltpu.VMEM((rows, width), jnp.float32),
-            pltpu.VMEM((down_steps, rows, down_part), x.dtype),
-            pltpu.VMEM((rows, outputs), jnp.float32),
-            pltpu.VMEM((pieces, rows // ROWS, COPIES * ROWS, DEPTH) if few else (1, 1, ROWS, LANES), x.dtype),
+            pltpu.VMEM((size, gate_part), jnp.float32),
+            pltpu.VMEM((2, size, width), jnp.float32),
+            pltpu.VMEM((down_steps, size, down_part), x.dtype),
+            pltpu.VMEM((size, outputs), jnp.float32),
+            pltpu.VMEM((pl.cdiv(max(gate_part, down_part), DEPTH), COPIES * min(size, WIDE), DEPTH), x.dtype),
         ],
         pl.CostEstimate(
-            flops=6 * num_experts * rows * width * outputs,
-            bytes_accessed=num_experts * expert_bytes,
-            transcendentals=num_experts * rows * width,
+            flops=6 * most * size * width * outputs,
+            bytes_accessed=most * sum(leaf.nbytes for leaf in stored) // experts.num_experts,
+            transcendentals=most * size * width,
         ),
     )
+    return out[:, : x.shape[1]]
 
 
-def _kernel(
-    expert_of: Any,
-    ids: Any,
-    weights: Any,
-    x: Any,
-    gate_up: Any,
-    gate_up_scales: Any,
-    gate_up_bias: Any,
-    down: Any,
-    down_scales: Any,
-    down_bias: Any,
-    out: Any,
-    gate: Any,
-    up: Any,
-    hidden: Any,
-    total: Any,
-    copies: Any,
-    *,
-    product: Callable[..., None],
-    few: bool,
-    limit: float,
-) -> None:
-    """Run one step of one tile. All operands are one block in VMEM, but expert_of; the last five are scratch."""
+def _kernel(*refs: Any, few: bool, limit: float) -> None:
+    """Run one step of one tile."""
+    tiles, x, e, out = Tiles(*refs[:5]), refs[5], TpuExperts(*refs[6:12]), refs[12]
+    own, both, hidden, total, copies = refs[13:]  # scratch; both: sums of gates and of ups
     tile, step = pl.program_id(0), pl.program_id(1)
-    gate_steps, (down_steps, _, part) = x.shape[1], hidden.shape
+    gate_steps, (down_steps, size, part) = x.shape[0], hidden.shape
+    start, num_rows = tiles.first[tile], tiles.length[tile]
+
+    @pl.when((step == 0) & (tile == 0))
+    def _begin() -> None:
+        out[...] = jnp.zeros_like(out)
 
     @pl.when(step == 0)
-    def _begin() -> None:
-        for sums in (gate, up, total):
+    def _begin_tile() -> None:
+        for sums in (both, total):
             sums[...] = jnp.zeros_like(sums)
 
-    @pl.when((step == 0) & ((tile == 0) | (not few)))
-    def _begin_output() -> None:
-        out[...] = jnp.zeros_like(out)
+    def multiply(rows: Any, matrices: Sequence[Matrix]) -> None:
+        """Add the tile's rows @ each matrix to its sums."""
+
+        def by_codes(group: Any, count: int) -> None:
+            at = pl.ds(pl.multiple_of(group * count, count), count)
+            of_rows = [(words, scales, sums.at[at]) for words, scales, sums in matrices]
+            _product_of_codes(rows[at].astype(hidden.dtype), of_rows, copies.at[:, : COPIES * count])
+
+        if not few:
+            _product_of_floats(rows[...].astype(hidden.dtype), matrices)
+            return
+        pl.when(num_rows <= ROWS)(lambda: by_codes(0, ROWS))
+        if size > ROWS:
+            groups = jnp.where(num_rows <= ROWS, 0, pl.cdiv(num_rows, WIDE))
+            jax.lax.fori_loop(0, groups, lambda group, _: by_codes(group, WIDE), None)
 
     @pl.when(step < gate_steps)
     def _gate_and_up() -> None:
-        matrices = [(gate_up.at[0, 0, i], gate_up_scales.at[0, 0, i], sums) for i, sums in enumerate((gate, up))]
-        product(x[0, step], matrices, copies)
+        def take(i: Any, _: None) -> None:
+            own[pl.ds(i, 1)] = x[step, pl.ds(tiles.row[start + i], 1)]
+
+        jax.lax.fori_loop(0, num_rows, take, None)
+        multiply(own, [(e.gate_up.at[0, 0, i], e.gate_up_scales.at[0, 0, i], both.at[i]) for i in (0, 1)])
 
     @pl.when(step == gate_steps - 1)
     def _activate() -> None:
-        active = swiglu(gate[...] + gate_up_bias[0, 0:1], up[...] + gate_up_bias[0, 1:2], limit).astype(hidden.dtype)
+        gate, up = (both[i] + e.gate_up_bias[0, 0, i : i + 1] for i in (0, 1))
+        active = swiglu(gate, up, limit).astype(hidden.dtype)
         for j in range(down_steps):
             hidden[j] = active[:, j * part : (j + 1) * part]
 
     @pl.when(step >= gate_steps)
     def _down() -> None:
-        product(hidden[step - gate_steps], [(down.at[0, 0], down_scales.at[0, 0], total)], copies)
+        multiply(hidden.at[step - gate_steps], [(e.down.at[0, 0], e.down_scales.at[0, 0], total)])
 
     @pl.when(step == gate_steps + down_steps - 1)
     def _add() -> None:
-        chosen = ids[0] == expert_of[tile]
-        weight = jnp.sum(jnp.where(chosen, weights[0], 0.0), axis=1, keepdims=True)
-        counts = jnp.sum(chosen.astype(jnp.float32), axis=1, keepdims=True) > 0
-        # a row that did not select the expert adds +0, even if its output is NaN
-        out[0] += jnp.where(counts, (total[...] + down_bias[0]) * weight, 0.0)
+        def add(i: Any, _: None) -> None:
+            at = pl.ds(tiles.row[start + i], 1)
+            out[at] += (total[pl.ds(i, 1)] + e.down_bias[0]) * tiles.weight[start + i]
+
+        jax.lax.fori_loop(0, num_rows, add, None)
 
 
 def _product_of_codes(rows: jax.Array, matrices: Sequence[Matrix], copies: Any) -> None:
-    """Add rows [M, k] @ each matrix to its sums; M a multiple of 8. copies: scratch [k/128, M/8, 32, 128]."""
-    num_rows, inputs = rows.shape
-    for piece in range(-(-inputs // DEPTH)):
-        some = rows[:, piece * DEPTH : (piece + 1) * DEPTH]
-        if missing := DEPTH - some.shape[1]:
-            some = jnp.concatenate([some, jnp.zeros((num_rows, missing), rows.dtype)], axis=1)
-        for t in range(num_rows // ROWS):
-            copies[piece, t] = _apart(some[t * ROWS : (t + 1) * ROWS])
+    """Add rows [M, k] @ each matrix to its sums. copies: scratch [k/128, 4 M, 128]."""
+    for piece in range(pl.cdiv(rows.shape[1], DEPTH)):
+        some = _apart(rows[:, piece * DEPTH : (piece + 1) * DEPTH])
+        copies[piece, :, : some.shape[1]] = some
     for words, scales, sums in matrices:
         _in_chunks(sums.shape[1], functools.partial(_chunk_of_codes, copies, words, scales, sums))
 
 
-def _apart(rows: BFloat16[Array, "8 128"]) -> BFloat16[Array, "32 128"]:
-    """Repeat eight rows four times; copy c has zeros outside of its 32 inputs."""
+def _apart(rows: BFloat16[Array, "M k"]) -> BFloat16[Array, "4*M k"]:
+    """Repeat the rows four times; copy c has zeros outside of its 32 of up to 128 inputs."""
     repeated = jnp.concatenate([rows] * COPIES, axis=0)
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, repeated.shape, axis) for axis in (0, 1))
-    return jnp.where(row // ROWS == lane // BLOCK, repeated, jnp.zeros((), rows.dtype))
+    return jnp.where(row // len(rows) == lane // BLOCK, repeated, jnp.zeros((), rows.dtype))
 
 
 def _chunk_of_codes(copies: Any, words: Any, scales: Any, sums: Any, columns: Any) -> None:
-    powers, packed = _powers(scales[:, columns]), words[:, columns]
-    totals = [sums[t * ROWS : (t + 1) * ROWS, columns] for t in range(copies.shape[1])]
-    planes = [plane for word in range(0, packed.shape[0], 8) for plane in _planes(packed[word : word + 8])]
+    powers, planes, total = _powers(scales[:, columns]), _planes(words[:, columns]), sums[:, columns]
+    num_rows = len(total)
     for first in range(0, len(planes), COPIES):
-        some = planes[first : first + COPIES]
-        codes = jnp.concatenate(some, axis=0)
-        for t in range(copies.shape[1]):
-            rows = copies[first // COPIES, t, : len(some) * ROWS, : codes.shape[0]]
-            products = jnp.dot(rows, codes, preferred_element_type=jnp.float32)
-            for c in range(len(some)):
-                totals[t] += products[c * ROWS : (c + 1) * ROWS] * powers[first + c : first + c + 1]
-    for t, total in enumerate(totals):
-        sums[t * ROWS : (t + 1) * ROWS, columns] = total
+        codes = jnp.concatenate(planes[first : first + COPIES], axis=0)
+        count = codes.shape[0] // BLOCK
+        rows = copies[first // COPIES, : count * num_rows, : codes.shape[0]]
+        products = jnp.dot(rows, codes, preferred_element_type=jnp.float32)
+        for c in range(count):
+            total += products[c * num_rows : (c + 1) * num_rows] * powers[first + c : first + c + 1]
+    sums[:, columns] = total
 
 
-def _product_of_floats(rows: jax.Array, matrices: Sequence[Matrix], _: Any, *, dtype: Any) -> None:
-    """Add rows [M, k] @ each matrix, in bfloat16, to its sums. dtype: in which the scales are multiplied, exactly."""
+def _product_of_floats(rows: jax.Array, matrices: Sequence[Matrix]) -> None:
+    """Add rows [M, k] @ each matrix, in bfloat16, to its sums."""
+    dtype = jnp.bfloat16 if tpu.multiplies_bfloat16() else jnp.float32  # of products with scales, which are exact
 
     def one(words: Any, scales: Any, sums: Any, columns: Any) -> None:
-        powers, packed = _powers(scales[:, columns]).astype(dtype), words[:, columns]
-        planes = [plane for word in range(0, packed.shape[0], 8) for plane in _planes(packed[word : word + 8])]
+        powers, planes = _powers(scales[:, columns]).astype(dtype), _planes(words[:, columns])
         scaled = [
             (plane.astype(dtype) * powers[block : block + 1]).astype(jnp.bfloat16) for block, plane in enumerate(planes)
         ]
@@ -357,11 +321,14 @@ def _in_chunks(lanes: int, one: Callable[[Any], None]) -> None:
         one(pl.ds(lanes - rest, rest))
 
 
-def _planes(words: UInt32[Array, "8 n"]) -> tuple[jax.Array, jax.Array]:
-    """Unpack two planes [32, n] of e5m2, each 2^-14 times its code, zero and the denormal 0.5 included."""
-    first = words & jnp.uint32(0x8E8E8E8E)
-    second = ((words >> 3) & jnp.uint32(0x0E0E0E0E)) | ((words << 7) & jnp.uint32(0x80808080))
-    return pltpu.bitcast(first, jnp.float8_e5m2), pltpu.bitcast(second, jnp.float8_e5m2)
+def _planes(words: UInt32[Array, "words n"]) -> list[jax.Array]:
+    """Unpack planes [32, n] of e5m2, two of eight words. Each is 2^-14 times its code, the denormal 0.5 included."""
+    planes = []
+    for first in range(0, words.shape[0], 8):
+        some = words[first : first + 8]
+        planes.append(some & jnp.uint32(0x8E8E8E8E))
+        planes.append(((some >> 3) & jnp.uint32(0x0E0E0E0E)) | ((some << 7) & jnp.uint32(0x80808080)))
+    return [pltpu.bitcast(plane, jnp.float8_e5m2) for plane in planes]
 
 
 def _powers(scales: UInt8[Array, "32 n"]) -> Float[Array, "32 n"]:

@@ -79,7 +79,7 @@ class TpuExperts(_Experts):
 
     gate_up: jax.Array  # [E, D/k, 2, k/8, F'] uint32: gate, up
     gate_up_scales: jax.Array  # [E, D/k, 2, 32, F'] uint8: k/32 rows and padding
-    gate_up_bias: jax.Array  # [E, 2, F'] float32
+    gate_up_bias: jax.Array  # [E, 1, 2, F'] float32
     down: jax.Array  # [E, F/k, k/8, D'] uint32
     down_scales: jax.Array  # [E, F/k, 32, D'] uint8
     down_bias: jax.Array  # [E, 1, D'] float32

@@ -46,13 +46,13 @@ def available() -> bool:
     return status()[0]
 
 
-def pad_rows(x: jax.Array, value: int = 0) -> jax.Array:
+def pad_rows(x: jax.Array) -> jax.Array:
     """Append rows [T, ...] up to a multiple of ROWS.
 
     XLA multiplies one row on the vector unit and eight on the matrix unit, in another order. So a row alone and in a
     verify pass would have other bits, and one row would take longer than eight.
     """
-    return jnp.pad(x, [(0, -x.shape[0] % ROWS), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
+    return jnp.pad(x, [(0, -x.shape[0] % ROWS), *[(0, 0)] * (x.ndim - 1)])
 
 
 def multiplies_bfloat16() -> bool:

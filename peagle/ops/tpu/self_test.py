@@ -14,6 +14,7 @@ import numpy as np
 from peagle.ops.attention import tpu as attention
 from peagle.ops.expert_matmul import tpu as expert_matmul
 from peagle.ops.expert_matmul.routing import Choices
+from peagle.ops.expert_matmul.tpu import FEW
 from peagle.ops.expert_matmul.weights import PackedExperts
 from peagle.ops.linear import linear
 from peagle.ops.mxfp4 import BLOCK, dequantize
@@ -32,9 +33,9 @@ class WrongKernel(Exception):
 def check() -> None:
     """Raise WrongKernel if a result is far from the reference, or has other bits elsewhere in a pass."""
     rng = np.random.default_rng(0)
-    check_experts(rng, "codes of 0.5", few=True, codes=HALF)
-    check_experts(rng, "experts of few rows", few=True)
-    check_experts(rng, "experts of many rows", few=False)
+    check_experts(rng, "codes of 0.5", ROWS, HALF)
+    check_experts(rng, "experts of few rows", 3 * ROWS)
+    check_experts(rng, "experts of many rows", FEW + ROWS)
     weight = jnp.asarray(random_halves(rng, WIDTH, 256))
     product = jax.jit(functools.partial(linear, weight=weight, implementation="tpu"))
     _expect_same_bits(product, random_halves(rng, ROWS, WIDTH), "products")
@@ -42,8 +43,8 @@ def check() -> None:
         check_attention(rng, *case)
 
 
-def check_experts(rng: np.random.Generator, what: str, *, few: bool, codes: int | None = None) -> None:
-    """few: at most 16 rows. codes: the byte of all weights, instead of random ones."""
+def check_experts(rng: np.random.Generator, what: str, num_rows: int, codes: int | None = None) -> None:
+    """Compare the experts of rows. codes: the byte of all weights, instead of random ones."""
 
     def matrix(outputs: int, inputs: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = rng.integers(0, 256, (EXPERTS, outputs, inputs // BLOCK, BLOCK // 2), np.uint8)
@@ -53,10 +54,9 @@ def check_experts(rng: np.random.Generator, what: str, *, few: bool, codes: int 
     gate_up, down = matrix(2 * EXPERT_WIDTH, WIDTH), matrix(WIDTH, EXPERT_WIDTH)
     biases = random_halves(rng, EXPERTS, 2 * EXPERT_WIDTH), random_halves(rng, EXPERTS, WIDTH)
     packed = PackedExperts(*map(jnp.asarray, (*gate_up, biases[0], *down, biases[1])))
-    laid, num_rows = expert_matmul.lay_out(packed), ROWS if few else 3 * ROWS
     x, ids = random_halves(rng, num_rows, WIDTH), np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(num_rows)])
     ids, weights = ids.astype(np.int32), rng.random(ids.shape, np.float32)
-    run = jax.jit(functools.partial(expert_matmul.routed, experts=laid, limit=LIMIT))
+    run = jax.jit(functools.partial(expert_matmul.routed, experts=expert_matmul.lay_out(packed), limit=LIMIT))
 
     def of_rows(rows: np.ndarray) -> jax.Array:
         return run(x[rows], Choices(ids[rows], weights[rows]))
@@ -70,7 +70,7 @@ def check_experts(rng: np.random.Generator, what: str, *, few: bool, codes: int 
         active = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
         expected[row] += weights[row, choice] * (matrices[1][expert] @ active + biases[1][expert].astype(np.float64))
     _expect_near(np.asarray(of_rows(np.arange(num_rows))), expected, what)
-    if few:
+    if num_rows <= FEW:
         _expect_same_bits(of_rows, np.arange(num_rows), what)
 
 
