@@ -102,22 +102,9 @@ def attend(
     return joined.reshape(batch, tiles * tokens, heads, head_dim)[:, :width]
 
 
-def _kernel(
-    _: Any,
-    begin: Any,
-    end: Any,
-    first: Any,
-    last: Any,
-    query: Any,
-    sinks: Any,
-    *rest: Any,
-    tiles: int,
-    scale: float,
-) -> None:
-    """Fold four pages into a tile's online softmax. rest: pages of keys and values, the output, scratch.
-
-    A row of a tile is a query head of a token.
-    """
+def _kernel(*refs: Any, tiles: int, scale: float) -> None:
+    """Fold four pages into a tile's online softmax. A row of a tile is a query head of a token."""
+    _, begin, end, first, last, query, sinks, *rest = refs
     keys, values, (out, peak, total, sums) = rest[:PAGES], rest[PAGES : 2 * PAGES], rest[2 * PAGES :]
     step, at = pl.program_id(2), pl.program_id(0) * tiles + pl.program_id(1)
     parts, rows, lanes = query.shape[2:]
