@@ -2,7 +2,7 @@
 
     ops/expert_matmul/tpu.py   MXFP4 experts, of few rows and of many
     ops/attention/tpu.py       attention over pages
-    self_test.py               compares them with a reference before their first use
+    self_test.py               compares them with XLA's code before their first use
 
 Everything here was compiled for TPUs and interpreted on CPUs; nothing ever ran on a TPU. If the check fails there,
 XLA's own code runs instead, and `status` gives the reason. PEAGLE_KERNELS=xla disables the kernels.

@@ -41,7 +41,7 @@ def test_a_page_too_far_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = attention.attend
     monkeypatch.setattr(attention, "attend", lambda q, k, v, table, *rest: real(q, k, v, table[:, ::-1], *rest))
     with pytest.raises(self_test.WrongKernel, match="attention: off by"):
-        self_test.check_attention(np.random.default_rng(0), 0, 7, 400)
+        self_test.check_attention(np.random.default_rng(0), *self_test.ATTENDED[0])
 
 
 @pytest.mark.slow
