@@ -20,7 +20,9 @@ STANDARD_OUTPUT = "-"
 def say(level: str, message: str) -> None:
     """Print a message as one line on standard error. level: warning or error."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
-    print(wrapped(f"peagle: {level}: {line}", Console(stderr=True)), file=sys.stderr, flush=True)
+    text = wrapped(f"peagle: {level}: {line}", Console(stderr=True))
+    sys.stderr.write(f"{text}\n")  # at once, since other threads write lines, too
+    sys.stderr.flush()
 
 
 def show_lines(lines: Iterable[str], indent: int = 0, style: str | None = None) -> None:
