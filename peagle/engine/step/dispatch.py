@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -16,6 +17,7 @@ from peagle.engine.step.step import accept_and_commit, step, verify
 from peagle.engine.step.step_kinds import StepKind, StepOutput
 from peagle.protocols import Drafter, Target
 
+PLAIN_PART = "plain"  # a named scope: of an adaptive dispatch, its plain steps
 _Step: TypeAlias = tuple[DecodeState, jax.Array]  # the state, packed outputs [B, W]
 _Run: TypeAlias = tuple[DecodeState, jax.Array, jax.Array]  # the state, packed outputs, and how many steps were run
 
@@ -51,7 +53,8 @@ def steps(
         state, proposed = propose(drafter, state, widths, costs, own, lookup)
         some, nothing = jnp.any(proposed.widths > 0), jnp.zeros((state.slots, packed_width), jnp.int32)
         run = run_if(some, lambda run: finish(run[0], proposed, own), (state, nothing))
-        return run_if(~some, lambda run: finish(run[0], proposed.without_drafts, own.plain), run)
+        with jax.named_scope(PLAIN_PART):
+            return run_if(~some, lambda run: finish(run[0], proposed.without_drafts, own.plain), run)
 
     if most == 1 and not kind.adaptive:
         state, output = one(state)
@@ -64,11 +67,17 @@ def steps(
         state, output = one(run[0], own)
         return state, jax.lax.dynamic_update_index_in_dim(run[1], output, run[2], 0), run[2] + 1
 
+    def repeat(body: Callable[[_Run], _Run], limit: jax.Array, run: _Run) -> _Run:
+        if most == 1:
+            return run_if(left(run, limit), body, run)
+        return jax.lax.while_loop(lambda run: left(run, limit), body, run)  # type: ignore[no-any-return]
+
     def after_pause(run: _Run) -> _Run:
         assert run[0].auto is not None
         until = jnp.minimum(run[2] + run[0].auto.pause(~run[0].done), limit)
         plain = functools.partial(once, own=kind.plain)
-        state, outputs, count = jax.lax.while_loop(lambda run: left(run, until), plain, run)
+        with jax.named_scope(PLAIN_PART):
+            state, outputs, count = repeat(plain, until, run)
         assert state.auto is not None
         auto = learn_from_plain_steps(state.auto, state.auto_slots(costs), count - run[2])
         run = dataclasses.replace(state, auto=auto), outputs, count
@@ -76,5 +85,5 @@ def steps(
 
     empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1)  # num_accepted
     run, body = (state, empty, jnp.zeros((), jnp.int32)), after_pause if kind.adaptive else once
-    state, outputs, _ = jax.lax.while_loop(lambda run: left(run, limit), body, run)
+    state, outputs, _ = repeat(body, limit, run)
     return state, outputs

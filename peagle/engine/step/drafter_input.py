@@ -11,7 +11,7 @@ from peagle.ops.messages import DrafterInput
 from peagle.ops.put_rows import put_rows
 from peagle.protocols import Drafter
 
-DRAFT_PART = "draft"  # a named scope, for the profiler
+DRAFT_PART, ABSORB_PART = "draft", "absorb"  # named scopes, for the profiler
 
 
 def has_no_room(state: DecodeState, num_more: int) -> Bool[Array, " B"]:

@@ -18,7 +18,7 @@ from peagle.engine.auto.costs import StepCosts
 from peagle.engine.auto.state import MOST_PAUSE
 from peagle.engine.request import Drafting
 from peagle.engine.step.accept import SyntheticDrafts, draw_synthetic
-from peagle.engine.step.drafter_input import DRAFT_PART, absorb, has_no_room
+from peagle.engine.step.drafter_input import ABSORB_PART, DRAFT_PART, absorb, has_no_room
 from peagle.engine.step.sampling import draw_keys, weights_of
 from peagle.engine.step.state import DecodeState
 from peagle.engine.step.step_kinds import StepKind
@@ -125,7 +125,13 @@ def _run_drafter(
 
 
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """Run a function if the condition holds. A loop, because XLA on CPU copies the pages that a `cond` changes."""
+    """Run a function if the condition holds.
+
+    A loop, because XLA on CPU copies the pages that a `cond` changes; but XLA on TPUs copies the weights of a loop, to
+    other layouts.
+    """
+    if jax.default_backend() == "tpu":
+        return jax.lax.cond(condition, function, lambda carry: carry, carry)  # type: ignore[no-any-return]
 
     def body(run: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         return jnp.zeros((), bool), function(run[1])
@@ -162,7 +168,8 @@ def _propose_adaptively(
 
     def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
         state, _ = carry
-        state = run_if(plan.behind, lambda state: absorb(drafter, lookup, state), state)
+        with jax.named_scope(ABSORB_PART):
+            state = run_if(plan.behind, lambda state: absorb(drafter, lookup, state), state)
         state, draft = _run_drafter(drafter, state, plan.num, chooser, num_drafts)
         known = draft.confidence if confidence is None else confidence
         if known is None:  # the drafter reports none

@@ -35,7 +35,9 @@ from peagle.ops.put_rows import put_rows
 from peagle.protocols import Drafter, PyTree, Target
 
 NO_STOP = -2  # fills unused stop token entries; neither a token nor NO_TOKEN
-INPUT_ROOM = 128  # rows of drafter_input, at least; a slot whose drafter lags further never drafts again
+# rows of drafter_input, at least; a slot whose drafter lags further never drafts again. Not 128, which a TPU would lay
+# along its lanes, and transpose in every dispatch
+INPUT_ROOM = 136
 
 
 @flax.struct.dataclass

@@ -18,7 +18,7 @@ from peagle.ops.linear import cuda
 from peagle.ops.linear.packed import PackedMatrix
 from peagle.ops.linear.split import SplitMatrix
 from peagle.ops.norm import Norm, rms_norm
-from peagle.ops.tpu import ROWS, pad_rows
+from peagle.ops.tpu import ROWS, as_stored, pad_rows
 
 FEW = 8  # tokens that `embed` slices one by one; most steps embed no more
 
@@ -50,7 +50,7 @@ def linear(
     """
     if isinstance(weight, SplitMatrix):
         assert (bias, residual, reduce) == (None, None, None)
-        return _over_devices(x, weight, norm, positions, dtype or x.dtype)
+        return _over_devices(x, weight, norm, positions, dtype or x.dtype, implementation)
     if reduce is not None:
         total = reduce(_product(x, weight, bias, norm, None, positions, jnp.float32, implementation))
         return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
@@ -76,6 +76,8 @@ def _product(
     if not isinstance(weight, PackedMatrix):
         if implementation == "tpu" and math.prod(x.shape[:-1]) % ROWS:
             return _of_whole_tiles(x, weight, bias, norm, residual, dtype)
+        if implementation == "tpu":
+            weight = as_stored(weight)
         normalised = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
         by_xla = implementation in ("xla", "tpu") or dtype != x.dtype
         if not by_xla and cuda.supports(normalised, weight, bias, residual):
@@ -137,7 +139,12 @@ def _on_xla(
 
 
 def _over_devices(
-    x: jax.Array, weight: SplitMatrix, norm: Norm | None, positions: jax.Array | None, dtype: DTypeLike
+    x: jax.Array,
+    weight: SplitMatrix,
+    norm: Norm | None,
+    positions: jax.Array | None,
+    dtype: DTypeLike,
+    implementation: Implementation | None,
 ) -> jax.Array:
     """Multiply by each device's part, then gather the products."""
 
@@ -146,7 +153,7 @@ def _over_devices(
     ) -> jax.Array:
         part = jax.tree.map(lambda leaf: leaf[0], parts)
         scaled = None if norm is None or scale is None else norm._replace(weight=scale)
-        product = _product(x, part, None, scaled, None, positions, dtype, None)
+        product = _product(x, part, None, scaled, None, positions, dtype, implementation)
         return Ranks(weight.axis, weight.mesh.size).gather(product, weight.outputs)
 
     same = PartitionSpec()

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 
 from peagle.ops import native
@@ -92,6 +93,18 @@ def call(
         name=name,
     )(*prefetched, *(operand for operand, _ in operands))
     return result
+
+
+def as_stored(weight: jax.Array) -> jax.Array:
+    """Keep a matrix in the layout in which a TPU stores it: the one with less padding, and row-major of two.
+
+    Within loops XLA would choose others, and copy such weights in every dispatch.
+    """
+    if interpreted:
+        return weight
+    rows, columns = weight.shape
+    padded = (rows * (columns + -columns % LANES), columns * (rows + -rows % LANES))
+    return with_layout_constraint(weight, Layout((0, 1) if padded[0] <= padded[1] else (1, 0)))
 
 
 def in_hbm(stored: jax.Array) -> jax.Array:
