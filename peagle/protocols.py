@@ -97,6 +97,11 @@ class OverDevices(Protocol):
         """Adjacent copies of each kv head in the caches: more than one if there are more ranks than heads."""
         ...
 
+    @property
+    def kv_parts(self) -> int:
+        """Parts of the caches, side by side: a rank's kv heads, or each copy of its only one."""
+        ...
+
 
 @runtime_checkable
 class Drafter(Protocol):

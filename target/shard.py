@@ -3,7 +3,8 @@
 Ranks are numbered by expert group: index = group * tp + number within the group.
 
     heads           over all ranks: queries and their sinks, the inputs of the output projection
-    kv heads        over all ranks; with more ranks than kv heads, neighbouring ranks hold the same one
+    kv heads        over all ranks; with more ranks than kv heads, neighbouring ranks hold the same one. On a TPU a rank
+                    holds one that is narrower than the lanes as often as fills them (`lane_copies`)
     expert width    over the tp ranks of a group, in whole MXFP4 blocks; the last ranks are padded with zeros
     experts         over the ep groups
     vocabulary      the head's, over all ranks; the last ranks are padded with zeros
@@ -21,7 +22,9 @@ from collections.abc import Sequence
 
 from peagle.base.checkpoint import Cut
 from peagle.base.errors import InputError
+from peagle.ops.kernels import Implementation
 from peagle.ops.mxfp4 import BLOCK
+from peagle.ops.tpu import LANES
 from target.config import TargetConfig
 
 
@@ -88,15 +91,27 @@ TENSOR_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """A rank of tp x ep."""
+    """A rank of tp x ep. kv_copies: how often it holds its kv head, if it has only one."""
 
     index: int = 0
     tp: int = 1
     ep: int = 1
+    kv_copies: int = 1
 
     @property
     def count(self) -> int:
         return self.tp * self.ep
+
+
+def lane_copies(config: TargetConfig, ranks: int, implementation: Implementation | None) -> int:
+    """Return Rank.kv_copies: on a TPU as many as make pools whole lanes wide, else 1.
+
+    A narrower pool would take as much memory, or XLA would lay the pages' numbers along the lanes, and copy the whole
+    pool in every pass.
+    """
+    copies = LANES // config.head_dim
+    fits = config.num_kv_heads <= ranks and config.num_heads // ranks % max(copies, 1) == 0
+    return copies if implementation == "tpu" and fits and copies * config.head_dim == LANES else 1
 
 
 def check_ranks(config: TargetConfig, tp: int, ep: int) -> None:
@@ -142,7 +157,7 @@ class ModelShard:
         self.config = dataclasses.replace(
             config,
             num_heads=config.num_heads // rank.count,
-            num_kv_heads=max(config.num_kv_heads // rank.count, 1),
+            num_kv_heads=max(config.num_kv_heads // rank.count, 1) * rank.kv_copies,
             expert_width=-(-(config.expert_width // unit) // rank.tp) * unit,
         )
 
@@ -174,13 +189,15 @@ class ModelShard:
             case CutBy.HEADS:
                 return _share(rank.index, local.num_heads, whole.num_heads, head_dim)
             case CutBy.KV_HEADS:
-                return _range(kv_head, local.num_kv_heads, head_dim)
+                own = _range(kv_head, local.num_kv_heads // rank.kv_copies, head_dim)
+                return Cut(own.slices * rank.kv_copies, local.num_kv_heads * head_dim)
             case CutBy.QKV:
-                queries, keys = (self._cut(by).slices[0] for by in (CutBy.HEADS, CutBy.KV_HEADS))
+                queries, keys = (self._cut(by).slices for by in (CutBy.HEADS, CutBy.KV_HEADS))
                 first_key = whole.num_heads * head_dim
                 first_value = first_key + whole.num_kv_heads * head_dim
-                shifted = [slice(keys.start + start, keys.stop + start) for start in (first_key, first_value)]
-                return Cut((queries, *shifted), (local.num_heads + 2 * local.num_kv_heads) * head_dim)
+                starts = (first_key, first_value)
+                shifted = [slice(key.start + start, key.stop + start) for start in starts for key in keys]
+                return Cut((*queries, *shifted), (local.num_heads + 2 * local.num_kv_heads) * head_dim)
             case CutBy.WIDTH:
                 return _share(within, local.expert_width, whole.expert_width)
             case CutBy.GATE_UP:

@@ -119,16 +119,21 @@ def make_meshes(shape: MeshShape) -> list[Mesh]:
 class Sharded:
     """A target whose parts lie on the devices of a mesh. Every leaf of `parts` is [rank, *its local shape].
 
-    kv_copies: neighbouring ranks that hold the same kv head (peagle.protocols.OverDevices).
+    kv_copies: of a kv head, side by side (peagle.protocols.OverDevices). own_copies: those that one rank holds.
     """
 
     parts: Target
     mesh: Mesh = flax.struct.field(pytree_node=False)
     kv_copies: int = flax.struct.field(pytree_node=False, default=1)
+    own_copies: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
     def ranks(self) -> int:
         return self.mesh.size
+
+    @property
+    def kv_parts(self) -> int:
+        return self.ranks * self.own_copies
 
     @property
     def local_ranks(self) -> int:
@@ -145,7 +150,7 @@ class Sharded:
 
     def on(self, mesh: Mesh) -> "Sharded":
         """Copy the target to the devices of another mesh of equal size."""
-        return Sharded(jax.device_put(self.parts, NamedSharding(mesh, OF_PARTS)), mesh, self.kv_copies)
+        return Sharded(jax.device_put(self.parts, NamedSharding(mesh, OF_PARTS)), mesh, self.kv_copies, self.own_copies)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -9,11 +9,11 @@ import pytest
 
 from peagle.base.checkpoint import Cut, read_checkpoint
 from peagle.base.errors import InputError
-from peagle.workflows.random_checkpoint import geometry, random_tensors
+from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors
 from target.config import TargetConfig
 from target.dialects import tensor_kinds
 from target.load import load_target, weight_bytes, write_target
-from target.shard import TENSOR_KINDS, ModelShard, Rank, TensorKind, check_ranks
+from target.shard import TENSOR_KINDS, ModelShard, Rank, TensorKind, check_ranks, lane_copies
 
 # dimensions pairwise distinct; five blocks of expert width, which neither 2, 4 nor 8 ranks share evenly
 CONFIG = geometry(
@@ -71,8 +71,8 @@ def test_qkv_side_by_side_is_cut_by_heads() -> None:
     """As openai's own files have it: each rank's queries, then its keys, then its values."""
     leaf, head_dim = TENSOR_KINDS["qkv"], CONFIG.head_dim
     heads = np.arange(8 + 2 + 2).repeat(head_dim)
-    for tp, expected in ((2, [0, 1, 2, 3, 8, 10]), (8, [0, 8, 10])):
-        parts = parts_of(CONFIG, tp, 1)
+    for tp, copies, expected in ((2, 1, [0, 1, 2, 3, 8, 10]), (8, 1, [0, 8, 10]), (4, 2, [0, 1, 8, 8, 10, 10])):
+        parts = [ModelShard(CONFIG, Rank(rank, tp, 1, copies), True) for rank in range(tp)]
         pieces = [split(leaf, heads, part) for part in parts]
         assert pieces[0][::head_dim].tolist() == expected
         np.testing.assert_array_equal(unsplit(leaf, pieces, parts, heads.shape), heads)
@@ -104,6 +104,14 @@ def test_a_rank_reads_its_own_bytes_alone(directories: dict[bool, Path], mxfp4: 
                 np.testing.assert_array_equal(np.stack(list(checkpoint.parts(name, shape, cuts))), expected, name)
             needed += part.read_size(leaf, shape) * expected.itemsize * (2 if len(shape) > 2 else 1)
         assert read[0] == needed
+
+
+def test_a_rank_on_a_tpu_holds_its_kv_head_as_often_as_fills_the_lanes() -> None:
+    """Eight heads of 64: two of a rank fill 128 lanes, and so does one that is there twice."""
+    config = SIZES["120b"]
+    assert [lane_copies(config, ranks, "tpu") for ranks in (1, 4, 8, 16, 64)] == [1, 1, 2, 2, 1]
+    assert lane_copies(config, 8, None) == 1
+    assert ModelShard(config, Rank(0, 8, 1, 2), True).config.num_kv_heads == 2
 
 
 def test_bytes_are_foretold(directories: dict[bool, Path]) -> None:

@@ -89,19 +89,19 @@ class _Layer:
     first: int  # the first index that a message has
     row: tuple[int]  # values of a row in a message
     dtype: np.dtype
-    part: int  # values of a row on each rank
+    part: int  # values of a part of a row (peagle.protocols.OverDevices)
     copies: int  # of each part, side by side in the pages; a message has one
 
 
 def _layers(executor: Executor, memory: KVMemory, length: int) -> list[_Layer]:
     """List the layers for a sequence of this length."""
     target = executor.target
-    target_ranks, target_copies = (target.ranks, target.kv_copies) if isinstance(target, OverDevices) else (1, 1)
+    target_parts, target_copies = (target.kv_parts, target.kv_copies) if isinstance(target, OverDevices) else (1, 1)
     target_pages = executor.shapes.target_cache.pages
     drafter_pages = getattr(executor.shapes.drafter_state, "pages", ())
     layers: list[_Layer] = []
-    for model, pools, first_group, ranks, copies in (
-        ("target", target_pages, 0, target_ranks, target_copies),
+    for model, pools, first_group, parts, copies in (
+        ("target", target_pages, 0, target_parts, target_copies),
         ("drafter", drafter_pages, memory.num_target_groups, 1, 1),
     ):
         for layer, pool in enumerate(pools):
@@ -110,7 +110,7 @@ def _layers(executor: Executor, memory: KVMemory, length: int) -> list[_Layer]:
             offset = memory.groups[group].offset
             first = max(offset, memory.pool.first_needed(group, length // PAGE_SIZE) * PAGE_SIZE)
             width, dtype = pool.key.shape[2], np.dtype(pool.key.dtype)
-            row, part = (width // copies,), width // ranks
+            row, part = (width // copies,), width // parts
             layers.append(_Layer(f"{model}.{layer}", len(layers), group, offset, first, row, dtype, part, copies))
     return layers
 

@@ -41,6 +41,7 @@ from peagle.protocols import Explains, Target
 from peagle.workflows.random_checkpoint import geometry, random_tensors
 from scripts.gpu.mesh import loud
 from target import load as target_load
+from target import shard as target_shard
 from target.load import load_target, save_target, write_target
 from target.model import GptOss
 from tests.ops.conftest import hopper, libraries  # noqa: F401
@@ -431,14 +432,21 @@ def test_a_prefix_is_found_again(root: Path) -> None:
     assert first == again == ask(Engine(whole(root, "packed", FAST), None, PLAIN), prompt, 6)[0]
 
 
-def test_a_sequence_goes_on_over_other_devices(root: Path) -> None:
-    """From ranks that share kv heads to the whole target, and to other such ranks; and back. A head travels once."""
-    targets = [over(root, TP8, "packed", FAST), over(root, TP4, "packed", FAST), whole(root, "packed", FAST)]
+def test_a_sequence_goes_on_over_other_devices(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From ranks that share kv heads to the whole target, and to other such ranks; and back. A head travels once.
+
+    The ranks of the other mesh hold their head twice, as on TPUs.
+    """
+    with monkeypatch.context() as patched:
+        patched.setattr(target_shard, "lane_copies", lambda *_: 2)
+        twice, _ = load_over(root / "True", TP4, experts="packed", implementation=FAST)
+    assert (twice.kv_copies, twice.init_pages([1, 1])[0].key.shape[2]) == (4, 8 * CONFIG.head_dim)
+    targets = [over(root, TP8, "packed", FAST), twice, whole(root, "packed", FAST)]
     request = Request((PROMPTS[1] * 8)[:140], 12)
     expected = decode(Engine(targets[-1], None, PLAIN), [request])[0][0]
     receivers = [Engine(target, None, PLAIN) for target in targets[1:]]
     sizes = set()
-    for target in targets[::2]:
+    for target in targets:
         sender = Engine(target, None, dataclasses.replace(PLAIN, prefill_only=True))
         handle = sender.add(request)
         first = [token for chunk in follow(sender, handle) for token in chunk.token_ids]
