@@ -31,7 +31,7 @@ from peagle.ops.attention import (
     init_pools,
     own_cache,
 )
-from peagle.ops.linear import embed, linear
+from peagle.ops.linear import SplitMatrix, embed, linear
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.ops.norm import rms_norm
 from peagle.ops.rope import rope_tables
@@ -129,6 +129,7 @@ class _Cached:
     def _attend(
         self, cache: PagedCache, positions: Int[Array, "B T"], until: Int[Array, "B T"] | None = None
     ) -> PagedAttention:
+        head = self.params.lm_head
         return attend_paged(
             cache,
             self.cache_groups,
@@ -137,6 +138,7 @@ class _Cached:
             self.config.num_heads,
             until=until,
             implementation=self.params.implementation,
+            mesh=head.mesh if isinstance(head, SplitMatrix) else None,
         )
 
 

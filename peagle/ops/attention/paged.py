@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -213,11 +214,14 @@ def paged_attention(
     sinks: Float[Array, " N"] | None = None,
     *,
     implementation: Implementation | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T out"], Pages]:
     """Apply RoPE, write the rows' keys and values to pages, then attend; return (output [B, T, N H], pages).
 
     Ignore the output of a row that sees nothing; it is finite. With the native kernels a row's bits depend only on its
     query and on the keys and values that it sees, not on page numbers, other rows or how a prompt is cut into chunks.
+
+    mesh: all of its devices compute the same, outside of a `shard_map`.
 
     Raises InputError if the named implementation does not run here or does not take these operands.
     """
@@ -226,7 +230,7 @@ def paged_attention(
         return _on_native(*operands)
     on_xla = functools.partial(_on_xla, num_heads=num_heads)
     if implementation == "tpu" and tpu.supports(qkv, pages.key, 2 * cos.shape[2]):
-        return on_xla(*operands, attend=_attend_on_tpu)
+        return on_xla(*operands, attend=functools.partial(_attend_on_tpu, mesh=mesh))
     if implementation in ("xla", "tpu"):
         return on_xla(*operands)
     if _cuda_supports(qkv, pages.key, 2 * cos.shape[2]):
@@ -256,13 +260,14 @@ def attend_paged(
     writes: Bool[Array, "B T"] | None = None,
     until: Int[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
+    mesh: Mesh | None = None,
 ) -> "PagedAttention":
     """Make the attention of one pass over a cache.
 
-    sinks: by layer. The other arguments are those of `rows_by_layer`.
+    sinks: by layer. The other arguments are those of `rows_by_layer` and of `paged_attention`.
     """
     rows = rows_by_layer(groups, windows, cache, positions, writes, until)
-    return PagedAttention(list(cache.pages), cache.tables, rows, num_heads, sinks, implementation)
+    return PagedAttention(list(cache.pages), cache.tables, rows, num_heads, sinks, implementation, mesh)
 
 
 @dataclass
@@ -275,11 +280,12 @@ class PagedAttention:
     num_heads: int
     sinks: Sequence[jax.Array] | None
     implementation: Implementation | None
+    mesh: Mesh | None = None
 
     def __call__(self, layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         pages, rows, sinks = self.pages[layer], self.rows[layer], None if self.sinks is None else self.sinks[layer]
         out, self.pages[layer] = paged_attention(
-            qkv, cos, sin, pages, rows, self.num_heads, sinks, implementation=self.implementation
+            qkv, cos, sin, pages, rows, self.num_heads, sinks, implementation=self.implementation, mesh=self.mesh
         )
         return out
 
@@ -368,8 +374,14 @@ def _attend_in_blocks(query: jax.Array, pages: Pages, rows: PagedRows, sinks: ja
     return in_row_blocks(attend, query.shape[1] // QUERY_ROWS, query, None, rows.last, rows.first)[0]
 
 
-def _attend_on_tpu(query: jax.Array, pages: Pages, rows: PagedRows, sinks: jax.Array | None) -> jax.Array:
-    return tpu.attend(query, pages.key, pages.value, rows.table, rows.first, rows.last, sinks)
+def _attend_on_tpu(
+    query: jax.Array, pages: Pages, rows: PagedRows, sinks: jax.Array | None, *, mesh: Mesh | None
+) -> jax.Array:
+    attend = tpu.attend
+    if mesh is not None:  # XLA does not divide a Pallas kernel among devices, nor repeat it on each
+        same = PartitionSpec()
+        attend = jax.shard_map(attend, mesh=mesh, in_specs=same, out_specs=same, check_vma=False)
+    return attend(query, pages.key, pages.value, rows.table, rows.first, rows.last, sinks)
 
 
 def _attend_in_pages(
