@@ -11,7 +11,7 @@ from peagle.engine.host import programs
 from peagle.engine.host.engine import Engine
 from peagle.engine.host.pass_plans import chunk_plan
 from peagle.engine.request import Request
-from peagle.engine.step.state import SlotParams
+from peagle.engine.step.state import DecodeState, SlotParams
 from peagle.ops.expert_matmul import Experts, PackedExperts
 from scripts.gpu.shape import Shape
 from target.params import TargetParams
@@ -23,13 +23,13 @@ Compile: TypeAlias = Callable[[], jax.stages.Compiled]
 class Described(Shape):
     """A shape whose weights have no values. lay_out: lays out a layer's experts for the device."""
 
-    def __init__(self, name: str, device: Any, lay_out: Callable[[PackedExperts], Experts]) -> None:
+    def __init__(self, name: str, sharding: jax.sharding.Sharding, lay_out: Callable[[PackedExperts], Experts]) -> None:
         super().__init__(name)
-        self._sharding, self._lay_out = jax.sharding.SingleDeviceSharding(device), lay_out
+        self.local, self._sharding, self._lay_out = self.config, sharding, lay_out
 
     def random_weights(self) -> Any:
         def make() -> TargetParams:
-            params = random_params(self.config, 0, as_stored=True)
+            params = random_params(self.local, 0, as_stored=True)
             layers = [
                 layer.replace(moe=layer.moe.replace(experts=self._lay_out(layer.moe.experts)))  # type: ignore[attr-defined,arg-type]
                 for layer in params.layers
@@ -41,16 +41,19 @@ class Described(Shape):
     def on_device(self, make: Callable[..., Any], *arguments: Any) -> Any:
         return self.placed(jax.eval_shape(make, *arguments))
 
-    def placed(self, tree: Any) -> Any:
-        """Place arrays, of which only the shapes are known, on the device."""
-        place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding)  # noqa: E731
-        return jax.tree.map(place, tree)
+    def placed(self, tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+        """Place arrays, of which only the shapes are known, on the device, or by this sharding."""
+        by = sharding or self._sharding
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=by), tree)
+
+    def placed_state(self, state: DecodeState) -> DecodeState:
+        return self.placed(state)  # type: ignore[no-any-return]
 
 
 def described_programs(shape: Described, engine: Engine) -> Iterator[tuple[str, Compile]]:
     """Yield (name, what compiles it) of each program of prompts, first tokens and steps, greedy and sampled."""
     executor, batches, vocab_size = engine.executor, engine.batches, shape.config.vocab_size
-    state = shape.placed(executor.shapes)
+    state = shape.placed_state(executor.shapes)
     count, length = engine.config.pass_shapes[0]
     chunk = chunk_plan((), (), length, np.full((count, sum(engine.memory.table_widths)), -1, np.int32))
     yield "chunk", _compile(*executor.prepared_prefill(state, chunk, with_drafter=True))

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 
 from peagle.base.errors import InputError
 from peagle.config import AUTO
@@ -142,7 +143,7 @@ def run(options: argparse.Namespace, names: Sequence[str]) -> int:
         raise InputError(f"-k is {options.k!r}; expected one K, or auto")
     with tempfile.TemporaryDirectory() as dump:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-        shape = Described(options.shape, described_gpu(options.compiler), tile)
+        shape = Described(options.shape, SingleDeviceSharding(described_gpu(options.compiler)), tile)
         pair = shape.pair(shape.random_drafter(DRAFTERS[names.index(options.drafter)], None))
         engine = pair.engine(pair.engine_config(k, slots=options.slots, context=CONTEXT)).one
         for _, compiled_program in described_programs(shape, engine):

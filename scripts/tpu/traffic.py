@@ -1,15 +1,15 @@
 """Count what a compiled TPU program moves to and from HBM, from its text.
 
 XLA's own count (`cost_analysis`) adds what moves within VMEM: a weight that is prefetched counts three times. Here only
-operands and results in HBM count. A loop counts as often as it turns if its limit is a constant, else once. All
-branches count. What touches a part of an operand (a slice, a gather, an update in place) counts as large as the part.
-Kernels count as their own estimates. The text is documented nowhere: the sums hold to a few per cent.
+operands and results in HBM count. A loop counts as often as it turns if its limit is a constant, else once; of branches
+the one that moves most. What touches a part of an operand (a slice, a gather, an update in place) counts as large as
+the part. Kernels count as their own estimates. The text is documented nowhere: the sums hold to a few per cent.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 SIZES = {
     **dict.fromkeys(("pred", "u8", "s8", "f8e5m2"), 1),
@@ -45,11 +45,14 @@ class Traffic:
     host_transfers: int
 
 
-def traffic(text: str) -> Traffic:
-    """Count the traffic of a program, compiled.as_text()."""
+def traffic(text: str, without: Sequence[str] = ()) -> Traffic:
+    """Count the traffic of a program, compiled.as_text().
+
+    without: named scopes of loops and branches that do not count.
+    """
     bodies = {match[2]: match[3] for match in COMPUTATION.finditer(text)}
     entry = next(match[2] for match in COMPUTATION.finditer(text) if match[1])
-    moved = list(_visit(entry, bodies, 1))
+    moved = list(_visit(entry, bodies, 1, without))
     copies = (size for size, is_copy in moved if is_copy)
     return Traffic(sum(size for size, _ in moved), max(copies, default=0) // 2, len(HOST.findall(text)))
 
@@ -64,7 +67,7 @@ def _buffers(text: str) -> list[Buffer]:
     return buffers
 
 
-def _visit(name: str, bodies: dict[str, str], times: int) -> Iterator[tuple[int, bool]]:
+def _visit(name: str, bodies: dict[str, str], times: int, without: Sequence[str]) -> Iterator[tuple[int, bool]]:
     """Yield (bytes, whether it copies within HBM) of each instruction of a computation."""
     results: dict[str, list[Buffer]] = {}
     for line in bodies[name].splitlines():
@@ -72,16 +75,18 @@ def _visit(name: str, bodies: dict[str, str], times: int) -> Iterator[tuple[int,
             continue
         result, shapes, op, rest = match.groups()
         results[result] = _buffers(shapes)
+        if any(f"/{scope}/{kind}" in line for scope in without for kind in ("while", "cond")):
+            continue
         if op == "while":
             body, condition = (re.search(rf"{part}=(%[\w.<>-]+)", line) for part in ("body", "condition"))
             assert body is not None
             assert condition is not None
             limits = re.findall(r"s32\[\]\S* constant\((\d+)\)", bodies[condition[1]])
-            yield from _visit(body[1], bodies, times * (int(limits[0]) if len(limits) == 1 else 1))
+            yield from _visit(body[1], bodies, times * (int(limits[0]) if len(limits) == 1 else 1), without)
         if op == "conditional":
             branches = line.split("branch_computations={")[-1].split("}")[0]
-            for branch in NAMES.findall(branches):
-                yield from _visit(branch, bodies, times)
+            moved = [list(_visit(branch, bodies, times, without)) for branch in NAMES.findall(branches)]
+            yield from max(moved, key=lambda branch: sum(size for size, _ in branch))
         if op in MOVES_NOTHING or "ConcatBitcast" in line:
             continue
         read = [buffer for operand in NAMES.findall(rest.split("), ")[0]) for buffer in results.get(operand, [])[:1]]
