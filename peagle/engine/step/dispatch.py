@@ -68,7 +68,7 @@ def steps(
         return state, jax.lax.dynamic_update_index_in_dim(run[1], output, run[2], 0), run[2] + 1
 
     def repeat(body: Callable[[_Run], _Run], limit: jax.Array, run: _Run) -> _Run:
-        if most == 1:
+        if most == 1:  # a branch, where that is cheaper than a loop
             return run_if(left(run, limit), body, run)
         return jax.lax.while_loop(lambda run: left(run, limit), body, run)  # type: ignore[no-any-return]
 
