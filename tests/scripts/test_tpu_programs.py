@@ -83,11 +83,12 @@ def test_the_programs_of_a_prompt_and_of_steps_compile_within_the_limits() -> No
     command = [sys.executable, "-m", "scripts.tpu_programs", "--chip", "v6e", "--programs", "chunk,steps_0"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    figure = re.compile(r"(shape|devices|slots|program|times the limit) ([\w.]+)")
+    figure = re.compile(r"(shape|devices|slots|program|times the limit|temporary, MB) ([\w.]+)")
     rows = [dict(figure.findall(line)) for line in done.stdout.splitlines()]
     programs = [(row["shape"], row["devices"], row["slots"], row["program"]) for row in rows]
     plain = [("20b", "1", slots, "steps_0") for slots in ("1", "8")]
     assert programs == [("20b", "1", "1", "chunk"), *plain, ("120b", "8", "1", "chunk")], done.stderr[-2000:]
+    assert all(float(row["temporary, MB"]) <= 64 for row in rows)
     for row, most in zip(rows[1:3], (1.06, 1.1), strict=True):
         assert float(row["times the limit"]) <= most
     assert done.returncode == 0

@@ -81,7 +81,8 @@ class Engine(EngineBase):
         self.fingerprints = fingerprints
         self.memory = RequestPages(target, self.drafter, config)
         lookup = lookup if config.adaptive else None
-        self.executor, self._looks_up = make_executor(target, self.drafter, config, lookup), lookup is not None
+        self._looks_up = lookup is not None
+        self.executor = make_executor(target, self.drafter, config, lookup)
         self.batches = StepBatches(config, self.memory)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
@@ -193,7 +194,7 @@ class Engine(EngineBase):
 
     def _begin(self, handle: Handle) -> int | None:
         """Give a request its pages; return how many of its tokens they hold, or None if pages are short."""
-        if not handle.num_preempted or handle.drafting is Drafting.LOOKUP_ONLY:  # that one may have its rows read again
+        if not handle.num_preempted or handle.drafting is Drafting.LOOKUP_ONLY:  # its rows may be read again
             received = handle.hand_off is None or handle.hand_off.with_drafter
             handle.drafting = self._drafting_from_now(handle) if received else Drafting.NEVER
         if not self.memory.begin(handle, self._scheduler.prefilling):
@@ -213,9 +214,9 @@ class Engine(EngineBase):
     def _drafting_from_now(self, handle: Handle) -> Drafting:
         """Choose how a request that begins now drafts.
 
-        The drafter does not read its prompt if it gains nothing with as many slots active as now run and wait: where
-        the first `INPUT_ROOM` tokens come from plain steps, it never drafts anyway. A prefill engine does not know the
-        load of the decode engine, so it leaves the choice to it.
+        The drafter does not read its prompt if drafting by it gains nothing with as many slots active as requests now
+        run and wait: after `INPUT_ROOM` tokens of plain steps it would never draft anyway. A prefill engine does not
+        know the load of the decode engine, so it leaves the choice to it.
         """
         if handle.request.num_speculative_tokens == 0:
             return Drafting.NEVER

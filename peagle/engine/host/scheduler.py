@@ -112,7 +112,7 @@ class Scheduler(Generic[Key]):
 
     @property
     def num_running(self) -> int:
-        """Of the requests that have a slot, with the prefilling ones."""
+        """Number of requests that have a slot, the prefilling ones included."""
         return self.slots - self._by_slot.count(None)
 
     @property
