@@ -104,8 +104,8 @@ class OverTpus(OnTpu):
 
     def __init__(self, name: str, mesh: Mesh) -> None:
         super().__init__(name, NamedSharding(mesh, SAME))
-        self.own_copies = lane_copies(self.config, mesh.size, "tpu")
-        self.mesh, self.local = mesh, ModelShard(self.config, Rank(0, mesh.size, 1, self.own_copies), mxfp4=True).config
+        self.mesh, self.first = mesh, Rank(0, mesh.size, 1, lane_copies(self.config, mesh.size, "tpu"))
+        self.local = ModelShard(self.config, self.first, mxfp4=True).config
 
     def random_weights(self) -> Any:
         params = super().random_weights()
@@ -120,11 +120,11 @@ class OverTpus(OnTpu):
     def pair(self, drafter: Any = None, weights: Any = None) -> Pair:
         pair = super().pair(drafter, weights)
         ranks = Ranks(AXIS, self.mesh.size)
-        kv_copies = max(self.mesh.size // self.config.num_kv_heads, 1) * self.own_copies
+        copies = self.first.copies_of_head(self.config.num_kv_heads), self.first.kv_copies
 
         def over(target: Any) -> Sharded:
             parts = target.replace(params=self._side_by_side(target.params), config=self.local, ranks=ranks)
-            return Sharded(parts, self.mesh, kv_copies, self.own_copies)
+            return Sharded(parts, self.mesh, *copies)
 
         return dataclasses.replace(pair, target=over(pair.target), plain_target=over(pair.plain_target))
 
@@ -200,7 +200,7 @@ def limits(shape: Described, engine: Engine, drafter: Any) -> Callable[[str], in
     dense = tree_bytes(stored) - tree_bytes([stored.embedding, stored.lm_head]) - experts
     dense += local_bytes(shape.weights.lm_head)
     of_group = [size * width for size, width in zip(memory.page_bytes, memory.table_widths, strict=True)]
-    parts = shape.mesh.size * shape.own_copies if isinstance(shape, OverTpus) else 1
+    parts = shape.mesh.size * shape.first.kv_copies if isinstance(shape, OverTpus) else 1
     keys = sum(of_group[: memory.num_target_groups]) // parts + sum(of_group[memory.num_target_groups :])
     of_drafter = fc = absorbing = 0
     if drafter is not None:

@@ -102,6 +102,10 @@ class Rank:
     def count(self) -> int:
         return self.tp * self.ep
 
+    def copies_of_head(self, num_kv_heads: int) -> int:
+        """Count the copies of a kv head in the caches of all ranks."""
+        return max(self.count // num_kv_heads, 1) * self.kv_copies
+
 
 def lane_copies(config: TargetConfig, ranks: int, implementation: Implementation | None) -> int:
     """Return Rank.kv_copies: on a TPU as many as make pools whole lanes wide, else 1.

@@ -188,7 +188,7 @@ def load_over(
     config = inspect_target(directory).config
     check_ranks(config, shape.tp, shape.ep)
     mesh = make_meshes(shape)[0]
-    own_copies = lane_copies(config, shape.ranks, options.get("implementation"))
+    first = Rank(0, shape.tp, shape.ep, lane_copies(config, shape.ranks, options.get("implementation")))
     # resolved once: free memory changes while ranks load
     options["experts"] = chosen_experts(
         directory, options.get("dtype", jnp.float32), options.get("experts", "auto"), options.get("implementation")
@@ -205,7 +205,7 @@ def load_over(
                     read[rank] = done / total
                     progress(round(sum(read.values()) * total), len(mesh.local_devices) * total)
 
-        part = load_target(directory, rank=Rank(rank, shape.tp, shape.ep, own_copies), progress=watch, **options)
+        part = load_target(directory, rank=dataclasses.replace(first, index=rank), progress=watch, **options)
         loaded.append({name: value for name, value in vars(part).items() if name != "params"})
         ranks = Ranks(AXIS, shape.ranks, shape.ep, in_order)
         return GptOss(part.params, part.config, tuple(aux_layer_ids), ranks=ranks, **(settings or {}))
@@ -213,11 +213,11 @@ def load_over(
     parts = shard(of_rank, mesh)
     experts = parts.params.layers[0].moe.experts
     if options.get("implementation") != "xla" and cuda.has_tiles() and isinstance(experts, PackedExperts):
-        cut = cut_not_for_hopper(config, Rank(0, shape.tp, shape.ep))
+        cut = cut_not_for_hopper(config, first)
         if cut is not None and experts.gate_up_bias.dtype == jnp.bfloat16:
             warnings.warn(cut, InputWarning, stacklevel=2)
-    kv_copies = max(shape.ranks // config.num_kv_heads, 1) * own_copies
-    return Sharded(parts, mesh, kv_copies, own_copies), LoadedTarget(**loaded[0], params=parts.params)
+    copies = first.copies_of_head(config.num_kv_heads), first.kv_copies
+    return Sharded(parts, mesh, *copies), LoadedTarget(**loaded[0], params=parts.params)
 
 
 def resolve_layout(
